@@ -1,0 +1,69 @@
+"""MemoryService: hands out weights and KV leases. Only translates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headwater.errors import InvalidRequestError
+from headwater.generation import check_request_id
+from headwater.v1 import memory_service_pb2 as pb
+from headwater.v1 import memory_service_pb2_grpc, weights_pb2
+from headwater.wire.kv import kv_lease_to_pb, segment_handle_to_pb
+from headwater.wire.weights import tensor_batches
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headwater.rpc.interceptor import Context
+    from headwater.services.decode.owner import MemoryOwner
+
+
+class MemoryServicer(memory_service_pb2_grpc.MemoryServiceServicer):
+    """Serves MemoryService from the owner of the shared memory."""
+
+    def __init__(self, owner: MemoryOwner) -> None:
+        self._owner = owner
+
+    async def GetWeights(
+        self, request: pb.GetWeightsRequest, context: Context
+    ) -> AsyncIterator[pb.GetWeightsResponse]:
+        """Progress while loading, then the manifest."""
+        async for loaded_bytes, total_bytes in self._owner.follow_loading():
+            progress = weights_pb2.LoadProgress(loaded_bytes=loaded_bytes, total_bytes=total_bytes)
+            yield pb.GetWeightsResponse(progress=progress)
+        weights = self._owner.ready().weights
+        yield pb.GetWeightsResponse(
+            manifest=weights_pb2.WeightsManifest(
+                segment=segment_handle_to_pb(weights.handle),
+                config_json=weights.config_json,
+                model_name=self._owner.model_name,
+                num_tensors=len(weights.entries),
+            )
+        )
+        for batch in tensor_batches(tuple(weights.entries.values())):
+            yield pb.GetWeightsResponse(tensors=batch)
+
+    async def ReserveKv(
+        self, request: pb.ReserveKvRequest, context: Context
+    ) -> pb.ReserveKvResponse:
+        """Leases blocks."""
+        check_request_id(request.request_id)
+        for name in ("prompt_tokens", "max_new_tokens"):
+            if getattr(request, name) < 1:
+                raise InvalidRequestError(name, "must be at least 1, got 0")
+        lease = self._owner.ready().pool.reserve(
+            request.request_id, request.prompt_tokens, request.max_new_tokens
+        )
+        return pb.ReserveKvResponse(lease=kv_lease_to_pb(lease))
+
+    async def RenewKv(self, request: pb.RenewKvRequest, context: Context) -> pb.RenewKvResponse:
+        """Extends leases."""
+        expired = self._owner.ready().pool.renew(request.epoch, request.lease_ids)
+        return pb.RenewKvResponse(expired_lease_ids=expired)
+
+    async def ReleaseKv(
+        self, request: pb.ReleaseKvRequest, context: Context
+    ) -> pb.ReleaseKvResponse:
+        """Ends leases."""
+        self._owner.ready().pool.release(request.epoch, request.lease_ids)
+        return pb.ReleaseKvResponse()

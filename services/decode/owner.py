@@ -1,0 +1,137 @@
+"""The owner of all shared memory: loads or re-attaches the weights, then makes the KV pool.
+
+Lives in the event loop of the decode process; the loading itself runs in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headwater.errors import UnavailableError
+from headwater.kv.layout import LAYOUT_VERSION
+from headwater.kv.memory import KvMemory
+from headwater.kv.pool import KvPool
+from headwater.kv.sizing import plan_layout
+from headwater.model.spec import ModelSpec
+from headwater.model.transformer import Transformer
+from headwater.shm import Lifetime, Segment, SegmentKind, reap
+from headwater.weights.loader import load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from headwater.config import KvConfig
+    from headwater.weights.store import WeightsStore
+
+logger = logging.getLogger(__name__)
+
+FOLLOW_INTERVAL_SECONDS = 0.2
+SWEEP_INTERVAL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyMemory:
+    """What there is when loading is done."""
+
+    spec: ModelSpec
+    weights: WeightsStore
+    model: Transformer
+    pool: KvPool
+    memory: KvMemory
+    kv_segment: Segment
+
+
+class MemoryOwner:
+    """Goes from loading to ready once; `close` gives back what is bound to the process."""
+
+    def __init__(
+        self, model_dir: Path, model_name: str, *, shm_prefix: str, threads: int, kv: KvConfig
+    ) -> None:
+        self.model_name = model_name
+        self._model_dir = model_dir
+        self._shm_prefix = shm_prefix
+        self._threads = threads
+        self._kv = kv
+        self._progress = (0, 0)
+        self._ready: ReadyMemory | None = None
+        self._loaded = asyncio.Event()
+        self._is_closing = False
+
+    def ready(self) -> ReadyMemory:
+        """Raises UnavailableError while the weights are loading."""
+        if self._ready is None:
+            loaded, total = self._progress
+            share = f"{loaded / total:.0%} done" if total else "starting"
+            raise UnavailableError(f"the weights of {self.model_name} are loading, {share}")
+        return self._ready
+
+    async def load(self) -> ReadyMemory:
+        """Raises CheckpointError, SegmentError or SharedMemoryFullError."""
+        for name in reap(f"{self._shm_prefix}."):
+            logger.warning("removed the segment %s, whose owner is dead", name)
+        self._ready = await asyncio.to_thread(self._load)
+        self._loaded.set()
+        return self._ready
+
+    async def follow_loading(self) -> AsyncIterator[tuple[int, int]]:
+        """Yields (loaded, total) bytes until the weights are there."""
+        while not self._loaded.is_set():
+            yield self._progress
+            try:
+                async with asyncio.timeout(FOLLOW_INTERVAL_SECONDS):
+                    await self._loaded.wait()
+            except TimeoutError:
+                continue
+
+    async def sweep_forever(self) -> None:
+        """Ends late leases as time goes by."""
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_SECONDS)
+            self.ready().pool.sweep()
+
+    def close(self) -> None:
+        """Removes the KV pool; the weights stay for the next start."""
+        self._is_closing = True
+        if self._ready is not None:
+            self._ready.kv_segment.unlink()
+            self._ready.kv_segment.close()
+            self._ready.weights.close()
+
+    def _load(self) -> ReadyMemory:
+        spec = ModelSpec.load(self._model_dir)
+        weights = load_weights(
+            self._model_dir,
+            spec.tensors(),
+            shm_prefix=self._shm_prefix,
+            threads=self._threads,
+            on_progress=self._note_progress,
+            should_stop=lambda: self._is_closing,
+        )
+        layout = plan_layout(spec, self._kv)
+        epoch = time.time_ns()
+        segment = Segment.create(
+            f"{self._shm_prefix}.kv.{epoch:016x}",
+            payload_bytes=layout.payload_bytes,
+            kind=SegmentKind.KV,
+            lifetime=Lifetime.BOUND,
+            epoch=epoch,
+            layout_version=LAYOUT_VERSION,
+        )
+        segment.populate(0, layout.payload_bytes)
+        segment.mark_ready()
+        return ReadyMemory(
+            spec=spec,
+            weights=weights,
+            model=Transformer(spec, weights),
+            pool=KvPool(segment, layout, ttl_ms=self._kv.lease_ttl_ms),
+            memory=KvMemory(segment, layout),
+            kv_segment=segment,
+        )
+
+    def _note_progress(self, loaded_bytes: int, total_bytes: int) -> None:
+        self._progress = (loaded_bytes, total_bytes)

@@ -1,0 +1,140 @@
+"""DecodeService: translates between messages and the engine, and ends leases."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING
+
+from headwater.errors import HeadwaterError, InvalidRequestError
+from headwater.generation import TokenEvent, check_request_id, check_token_id
+from headwater.services.decode.sequence import Sequence
+from headwater.telemetry.tracing import span
+from headwater.v1 import decode_service_pb2 as pb
+from headwater.v1 import decode_service_pb2_grpc
+from headwater.wire.generation import finish_reason_to_pb, sampling_from_pb, token_to_pb
+from headwater.wire.kv import kv_layout_to_pb, segment_handle_to_pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headwater.generation import SamplingParams
+    from headwater.kv.lease import KvLease
+    from headwater.rpc.interceptor import Context
+    from headwater.services.decode.engine import DecodeEngine
+    from headwater.services.decode.owner import MemoryOwner
+
+
+class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
+    """Serves DecodeService; `engine` is set once the memory is ready."""
+
+    def __init__(self, owner: MemoryOwner) -> None:
+        self._owner = owner
+        self._started_at = time.monotonic()
+        self.engine: DecodeEngine | None = None
+
+    async def Generate(
+        self, request: pb.DecodeServiceGenerateRequest, context: Context
+    ) -> AsyncIterator[pb.DecodeServiceGenerateResponse]:
+        """Streams tokens until the answer ends."""
+        memory = self._owner.ready()
+        params = self._checked_sampling(request)
+        lease = memory.pool.pin(request.epoch, request.lease_id)
+        try:
+            prompt = _checked_prompt(request, lease, memory.spec.vocab_size)
+            with span("decode", {"headwater.request_id": request.request_id}):
+                async for event in self._events(request.request_id, lease, prompt, params):
+                    yield _event_to_pb(event)
+        finally:
+            memory.pool.finish(lease)
+
+    async def GetStatus(
+        self, request: pb.GetDecodeStatusRequest, context: Context
+    ) -> pb.GetDecodeStatusResponse:
+        """What the process does now."""
+        status = pb.GetDecodeStatusResponse(
+            pid=os.getpid(), uptime_seconds=time.monotonic() - self._started_at
+        )
+        if self.engine is None:
+            return status
+        memory = self._owner.ready()
+        status.model_name = self._owner.model_name
+        status.running_requests = self.engine.num_running
+        status.waiting_requests = self.engine.num_waiting
+        status.generated_tokens = self.engine.generated.total
+        status.tokens_per_second = self.engine.generated.per_second()
+        status.weights.CopyFrom(segment_handle_to_pb(memory.weights.handle))
+        status.weights_reattached = memory.weights.was_reattached
+        status.kv_pool.CopyFrom(segment_handle_to_pb(memory.kv_segment.handle))
+        status.kv_layout.CopyFrom(kv_layout_to_pb(memory.pool.layout))
+        status.kv_free_blocks = memory.pool.num_free_blocks
+        status.kv_leases = memory.pool.num_leases
+        status.kv_quarantined_blocks = memory.pool.num_quarantined_blocks
+        return status
+
+    def _checked_sampling(self, request: pb.DecodeServiceGenerateRequest) -> SamplingParams:
+        check_request_id(request.request_id)
+        params = sampling_from_pb(request.sampling)
+        if params.stop:
+            raise InvalidRequestError("sampling.stop", "stop strings are the router's business")
+        params.check_vocabulary(self._owner.ready().spec.vocab_size)
+        return params
+
+    async def _events(
+        self, request_id: str, lease: KvLease, prompt: tuple[int, ...], params: SamplingParams
+    ) -> AsyncIterator[TokenEvent]:
+        """Runs a sequence; when the caller goes away, waits until the engine has let go of it."""
+        assert self.engine is not None, "the memory is ready, so the engine runs"
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[TokenEvent | HeadwaterError] = asyncio.Queue()
+        sequence = Sequence.create(
+            request_id,
+            lease,
+            prompt,
+            params,
+            self._owner.ready().spec.eos_token_ids,
+            emit=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),
+        )
+        self.engine.submit(sequence)
+        is_over = False
+        try:
+            while not is_over:
+                event = await events.get()
+                is_over = isinstance(event, HeadwaterError) or event.finish_reason is not None
+                if isinstance(event, HeadwaterError):
+                    raise event
+                yield event
+        finally:
+            if not is_over:
+                sequence.is_cancelled = True
+                await asyncio.shield(_wait_for_end(events))
+
+
+async def _wait_for_end(events: asyncio.Queue[TokenEvent | HeadwaterError]) -> None:
+    while True:
+        event = await events.get()
+        if isinstance(event, HeadwaterError) or event.finish_reason is not None:
+            return
+
+
+def _checked_prompt(
+    request: pb.DecodeServiceGenerateRequest, lease: KvLease, vocab_size: int
+) -> tuple[int, ...]:
+    prompt = tuple(request.prompt_token_ids)
+    if not 1 <= len(prompt) <= lease.capacity_tokens:
+        raise InvalidRequestError(
+            "prompt_token_ids",
+            f"must be 1 to {lease.capacity_tokens} tokens, as the lease holds, got {len(prompt)}",
+        )
+    for token_id in prompt:
+        check_token_id("prompt_token_ids", token_id, vocab_size)
+    return prompt
+
+
+def _event_to_pb(event: TokenEvent) -> pb.DecodeServiceGenerateResponse:
+    return pb.DecodeServiceGenerateResponse(
+        tokens=[token_to_pb(token) for token in event.tokens],
+        finish_reason=finish_reason_to_pb(event.finish_reason),
+        stop_token_id=event.stop_token_id,
+    )

@@ -1,0 +1,123 @@
+"""What prefill attaches: the model's weights once, and the KV pool of the current epoch.
+
+Lives in the event loop of the prefill process. decode is the owner of both; when it has come back
+with a new pool, the weights are looked up again, for it may serve another checkpoint now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import grpc
+
+from headwater.errors import InternalError, SegmentError
+from headwater.kv.writer import KvWriter
+from headwater.model.spec import ModelSpec
+from headwater.model.transformer import Transformer
+from headwater.rpc.channel import open_channel
+from headwater.telemetry.tracing import outgoing_metadata
+from headwater.v1 import memory_service_pb2, memory_service_pb2_grpc
+from headwater.weights.store import WeightsStore
+from headwater.wire.kv import segment_handle_from_pb
+from headwater.wire.status import error_from_rpc
+from headwater.wire.weights import tensor_entry_from_pb
+
+if TYPE_CHECKING:
+    from headwater.kv.lease import KvLease
+    from headwater.v1 import weights_pb2
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.25
+
+
+class Attachment:
+    """The attached model and pool."""
+
+    def __init__(self, decode_address: str) -> None:
+        self._channel = open_channel(decode_address)
+        self._memory_service = memory_service_pb2_grpc.MemoryServiceStub(self._channel)
+        self._lock = asyncio.Lock()
+        self._writer: KvWriter | None = None
+        self.store: WeightsStore | None = None
+        self.model: Transformer | None = None
+        self.model_name = ""
+        self.vocab_size = 0
+
+    async def attach_weights(self) -> None:
+        """Waits for decode to load the weights, however long, and attaches them."""
+        while True:
+            try:
+                await self._fetch_weights()
+                return
+            except grpc.aio.AioRpcError as failure:
+                logger.info("waiting for decode: %s", failure.details())
+            except SegmentError as error:
+                # decode may have replaced the segment between its answer and our attaching.
+                logger.warning("the weights cannot be attached yet: %s", error)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def writer_for(self, lease: KvLease) -> tuple[Transformer, KvWriter]:
+        """The model and the pool that the lease belongs to.
+
+        Raises SegmentError when the pool cannot be attached, UnavailableError when decode is away.
+        """
+        async with self._lock:
+            if self._writer is None or self._writer.handle.name != lease.segment.name:
+                await self._attach_pool(lease)
+            assert self._writer is not None
+            assert self.model is not None
+            return self.model, self._writer
+
+    async def close(self) -> None:
+        """Detaches all."""
+        await self._channel.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self.store is not None:
+            self.store.close()
+
+    async def _attach_pool(self, lease: KvLease) -> None:
+        writer = KvWriter(lease.segment, lease.layout)
+        try:
+            await self._fetch_weights()
+        except grpc.aio.AioRpcError as failure:
+            writer.close()
+            raise error_from_rpc(failure) from failure
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = writer
+        logger.info("attached the KV pool %s", lease.segment.name)
+
+    async def _fetch_weights(self) -> None:
+        request = memory_service_pb2.GetWeightsRequest()
+        manifest: weights_pb2.WeightsManifest | None = None
+        entries = []
+        async for response in self._memory_service.GetWeights(
+            request, metadata=outgoing_metadata()
+        ):
+            if response.HasField("progress"):
+                progress = response.progress
+                logger.debug("weights: %d of %d", progress.loaded_bytes, progress.total_bytes)
+            elif response.HasField("manifest"):
+                manifest = response.manifest
+                if self.store is not None and self.store.handle.name == manifest.segment.name:
+                    return
+            else:
+                entries += [tensor_entry_from_pb(tensor) for tensor in response.tensors.tensors]
+        if manifest is None or len(entries) != manifest.num_tensors:
+            raise InternalError("decode's answer to GetWeights ended before the manifest was whole")
+        self._take(manifest, WeightsStore.attach(segment_handle_from_pb(manifest.segment), entries))
+
+    def _take(self, manifest: weights_pb2.WeightsManifest, store: WeightsStore) -> None:
+        spec = ModelSpec.from_json(manifest.config_json, "config.json")
+        previous = self.store
+        self.store = store
+        self.model = Transformer(spec, store)
+        self.model_name = manifest.model_name
+        self.vocab_size = spec.vocab_size
+        logger.info("attached the weights %s of %s", manifest.segment.name, manifest.model_name)
+        if previous is not None:
+            previous.close()

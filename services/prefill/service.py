@@ -1,0 +1,53 @@
+"""The prefill process: attaches what decode owns, then computes prompts until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import torch
+
+from headwater.rpc.server import Registration, Server, stop_signal
+from headwater.services.prefill.attachment import Attachment
+from headwater.services.prefill.engine import PrefillEngine
+from headwater.services.prefill.servicer import PrefillServicer
+from headwater.v1 import prefill_service_pb2_grpc
+
+if TYPE_CHECKING:
+    from headwater.config import Config
+
+
+async def run(config: Config) -> None:
+    """Serves until SIGTERM. Raises HeadwaterError when it cannot start."""
+    stop = stop_signal()
+    if config.prefill.threads:
+        torch.set_num_threads(config.prefill.threads)
+    attachment = Attachment(config.prefill.decode_address)
+    engine = PrefillEngine(
+        chunk_tokens=config.prefill.chunk_tokens, max_waiting=config.prefill.max_waiting
+    )
+    server = Server(
+        config.prefill.listen,
+        (
+            Registration(
+                prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
+                PrefillServicer(attachment, engine),
+                "headwater.v1.PrefillService",
+            ),
+        ),
+    )
+    await server.start()
+    engine.start()
+    attaching = asyncio.create_task(attachment.attach_weights())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((attaching, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            await attaching
+            await server.set_ready(True)
+            await stopping
+    finally:
+        attaching.cancel()
+        await server.stop(config.prefill.grace_seconds)
+        engine.stop()
+        await attachment.close()

@@ -1,0 +1,122 @@
+"""PrefillService: translates between messages and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING
+
+from headwater.errors import HeadwaterError, InvalidRequestError, UnavailableError
+from headwater.generation import check_request_id, check_token_id
+from headwater.services.prefill.job import PrefillDone, PrefillJob, PrefillProgress
+from headwater.telemetry.tracing import span
+from headwater.v1 import prefill_service_pb2 as pb
+from headwater.v1 import prefill_service_pb2_grpc
+from headwater.wire.kv import kv_lease_from_pb, segment_handle_to_pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headwater.kv.lease import KvLease
+    from headwater.rpc.interceptor import Context
+    from headwater.services.prefill.attachment import Attachment
+    from headwater.services.prefill.engine import PrefillEngine
+
+
+class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
+    """Serves PrefillService."""
+
+    def __init__(self, attachment: Attachment, engine: PrefillEngine) -> None:
+        self._attachment = attachment
+        self._engine = engine
+        self._started_at = time.monotonic()
+
+    async def Prefill(
+        self, request: pb.PrefillRequest, context: Context
+    ) -> AsyncIterator[pb.PrefillResponse]:
+        """Streams progress and ends with the summary."""
+        check_request_id(request.request_id)
+        if self._attachment.model is None:
+            raise UnavailableError("prefill has not attached the weights yet; try again")
+        lease = kv_lease_from_pb(request.lease)
+        model, writer = await self._attachment.writer_for(lease)
+        token_ids = self._checked_prompt(request, lease)
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[PrefillProgress | PrefillDone | HeadwaterError] = asyncio.Queue()
+        job = PrefillJob(
+            request.request_id,
+            token_ids,
+            lease,
+            model,
+            writer,
+            emit=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),
+        )
+        attributes = {
+            "headwater.request_id": request.request_id,
+            "headwater.prompt_tokens": len(token_ids),
+        }
+        with span("prefill", attributes):
+            self._engine.submit(job)
+            try:
+                async for event in _until_done(events):
+                    yield _event_to_pb(event)
+            finally:
+                job.cancelled.set()
+
+    async def GetStatus(
+        self, request: pb.GetPrefillStatusRequest, context: Context
+    ) -> pb.GetPrefillStatusResponse:
+        """What the process does now."""
+        status = pb.GetPrefillStatusResponse(
+            pid=os.getpid(),
+            uptime_seconds=time.monotonic() - self._started_at,
+            model_name=self._attachment.model_name,
+            running_requests=self._engine.num_running,
+            waiting_requests=self._engine.num_waiting,
+            prompt_tokens=self._engine.computed.total,
+            tokens_per_second=self._engine.computed.per_second(),
+        )
+        if self._attachment.store is not None:
+            status.weights.CopyFrom(segment_handle_to_pb(self._attachment.store.handle))
+        return status
+
+    def _checked_prompt(self, request: pb.PrefillRequest, lease: KvLease) -> tuple[int, ...]:
+        token_ids = tuple(request.token_ids)
+        if not lease.cached_tokens < len(token_ids) <= lease.capacity_tokens:
+            raise InvalidRequestError(
+                "token_ids",
+                f"must be {lease.cached_tokens + 1} to {lease.capacity_tokens} tokens, as the "
+                f"lease holds, got {len(token_ids)}",
+            )
+        for token_id in token_ids:
+            check_token_id("token_ids", token_id, self._attachment.vocab_size)
+        return token_ids
+
+
+async def _until_done(
+    events: asyncio.Queue[PrefillProgress | PrefillDone | HeadwaterError],
+) -> AsyncIterator[PrefillProgress | PrefillDone]:
+    while True:
+        event = await events.get()
+        if isinstance(event, HeadwaterError):
+            raise event
+        yield event
+        if isinstance(event, PrefillDone):
+            return
+
+
+def _event_to_pb(event: PrefillProgress | PrefillDone) -> pb.PrefillResponse:
+    if isinstance(event, PrefillProgress):
+        return pb.PrefillResponse(
+            progress=pb.PrefillProgress(
+                done_token_layers=event.done, total_token_layers=event.total
+            )
+        )
+    return pb.PrefillResponse(
+        done=pb.PrefillDone(
+            computed_tokens=event.computed_tokens,
+            queue_seconds=event.queue_seconds,
+            compute_seconds=event.compute_seconds,
+        )
+    )

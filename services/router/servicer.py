@@ -1,0 +1,127 @@
+"""RouterService: translates between headwater.v1 and the core, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from headwater.errors import InvalidRequestError
+from headwater.services.router.requests import (
+    ChatPrompt,
+    Prompt,
+    RouterRequest,
+    TextPrompt,
+    TokenPrompt,
+)
+from headwater.v1 import router_service_pb2 as pb
+from headwater.v1 import router_service_pb2_grpc
+from headwater.wire.generation import (
+    finish_reason_to_pb,
+    sampling_from_pb,
+    timings_to_pb,
+    token_to_pb,
+    usage_to_pb,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headwater.generation import TextEvent
+    from headwater.rpc.interceptor import Context
+    from headwater.services.router.core import RouterCore
+
+# gRPC reports a call without a deadline as one in the very far future.
+_NO_DEADLINE_SECONDS = 10 * 365 * 24 * 3600.0
+
+
+class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
+    """Serves RouterService."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+        self._started_at = time.monotonic()
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Streams the answer."""
+        asked = _request_from_pb(request)
+        async with aclosing(self._core.generate(asked, deadline_of(context))) as events:
+            async for event in events:
+                yield _event_to_pb(asked.request_id, event)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        """The served model."""
+        model = self._core.model
+        return pb.GetModelResponse(
+            model_name=model.name,
+            max_context_tokens=model.max_context_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            has_chat_template=model.chat_template is not None,
+        )
+
+    async def GetStatus(
+        self, request: pb.GetRouterStatusRequest, context: Context
+    ) -> pb.GetRouterStatusResponse:
+        """What the process does now."""
+        core = self._core
+        return pb.GetRouterStatusResponse(
+            pid=os.getpid(),
+            uptime_seconds=time.monotonic() - self._started_at,
+            model_name=core.model.name,
+            running_requests=core.admission.num_running,
+            waiting_requests=core.admission.num_waiting,
+            finished_requests=core.num_finished,
+            generated_tokens=core.generated_tokens.total,
+            tokens_per_second=core.generated_tokens.per_second(),
+            engines=[
+                pb.EngineState(
+                    name=engine.name, address=engine.address, is_serving=engine.is_serving
+                )
+                for engine in core.engines
+            ],
+        )
+
+
+def deadline_of(context: Context) -> float | None:
+    """The call's deadline as a time.monotonic() value; None when it has none."""
+    left = context.time_remaining()
+    if left is None or left > _NO_DEADLINE_SECONDS:
+        return None
+    return time.monotonic() + float(left)
+
+
+def _request_from_pb(request: pb.GenerateRequest) -> RouterRequest:
+    prompt = _prompt_from_pb(request)
+    sampling = sampling_from_pb(request.sampling)
+    if not request.request_id:
+        return RouterRequest(prompt, sampling)
+    return RouterRequest(prompt, sampling, request.request_id)
+
+
+def _prompt_from_pb(request: pb.GenerateRequest) -> Prompt:
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return TextPrompt(request.text)
+    if kind == "chat":
+        return ChatPrompt(
+            tuple((message.role, message.content) for message in request.chat.messages)
+        )
+    if kind == "token_ids":
+        return TokenPrompt(tuple(request.token_ids.ids))
+    raise InvalidRequestError("prompt", "one of text, chat and token_ids must be given")
+
+
+def _event_to_pb(request_id: str, event: TextEvent) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        request_id=request_id,
+        text=event.text,
+        tokens=[token_to_pb(token) for token in event.tokens],
+        finish_reason=finish_reason_to_pb(event.finish_reason),
+        usage=None if event.usage is None else usage_to_pb(event.usage),
+        timings=None if event.timings is None else timings_to_pb(event.timings),
+        prefill_progress=event.prefill_progress,
+    )

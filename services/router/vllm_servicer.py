@@ -1,0 +1,215 @@
+"""VllmEngine, the protocol of the HTTP gateway SMG, on the same core as RouterService.
+
+The gateway tokenises prompts and turns tokens into text itself, so only tokens travel here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import time
+from contextlib import aclosing
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import grpc
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from headwater.errors import CancelledError, InvalidRequestError
+from headwater.generation import FinishReason, Token, Usage
+from headwater.services.router.requests import RouterRequest, TextPrompt, TokenPrompt
+from headwater.services.router.servicer import deadline_of
+from headwater.services.router.tokenizer_archive import TokenizerArchive
+from headwater.wire.vllm import chunk_to_vllm, complete_to_vllm, sampling_from_vllm
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headwater.rpc.interceptor import Context
+    from headwater.services.router.core import RouterCore
+
+
+class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """Serves vllm.grpc.engine.VllmEngine."""
+
+    def __init__(self, core: RouterCore) -> None:
+        self._core = core
+        self._started_at = time.monotonic()
+        self._last_receive_unix_seconds = time.time()
+        self._archive: asyncio.Future[TokenizerArchive] | None = None
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Ends the streams that otherwise last for ever."""
+        self._stopping.set()
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Chunks if asked for, then the whole answer."""
+        self._last_receive_unix_seconds = time.time()
+        asked = _request_from_vllm(request)
+        num_prompt_tokens = len(request.tokenized.input_ids)
+        tokens: list[Token] = []
+        try:
+            async with aclosing(self._core.generate(asked, deadline_of(context))) as events:
+                async for event in events:
+                    tokens.extend(event.tokens)
+                    if event.tokens and request.stream:
+                        yield chunk_to_vllm(event.tokens, Usage(num_prompt_tokens, len(tokens)))
+                    if event.finish_reason is not None and event.usage is not None:
+                        yield complete_to_vllm(
+                            tokens,
+                            event.usage,
+                            event.finish_reason,
+                            matched_stop=event.matched_stop,
+                            stop_token_id=event.stop_token_id,
+                        )
+        except CancelledError:
+            # By Abort; the caller still listens, and this is how the protocol tells it.
+            usage = Usage(num_prompt_tokens, len(tokens))
+            yield complete_to_vllm(tokens, usage, FinishReason.CANCELLED)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """Ends requests; names that are not known are passed over."""
+        for request_id in request.request_ids:
+            self._core.abort(request_id)
+        return pb.AbortResponse()
+
+    async def HealthCheck(
+        self, request: pb.HealthCheckRequest, context: Context
+    ) -> pb.HealthCheckResponse:
+        """Healthy when both engines serve."""
+        missing = [e for e in self._core.engines if not e.is_serving]
+        message = "; ".join(f"{e.name} at {e.address} is not serving" for e in missing)
+        return pb.HealthCheckResponse(healthy=not missing, message=message or "SERVING")
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
+        """The served model; special tokens the model does not have are -1."""
+        model = self._core.model
+        return pb.GetModelInfoResponse(
+            model_path=model.name,
+            is_generation=True,
+            max_context_length=model.max_context_tokens,
+            vocab_size=model.vocab_size,
+            served_model_name=model.name,
+            architectures=model.architectures,
+            eos_token_ids=model.eos_token_ids,
+            pad_token_id=-1,
+            bos_token_id=-1 if model.bos_token_id is None else model.bos_token_id,
+            max_req_input_len=model.max_context_tokens - 1,
+        )
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """The process."""
+        return pb.GetServerInfoResponse(
+            active_requests=self._core.admission.num_running + self._core.admission.num_waiting,
+            last_receive_timestamp=self._last_receive_unix_seconds,
+            uptime_seconds=time.monotonic() - self._started_at,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+            max_num_seqs=self._core.admission.max_running,
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        """Queue and KV pool."""
+        admission = self._core.admission
+        kv = await self._core.decode.kv_use()
+        num_used = kv.num_blocks - kv.num_free_blocks
+        load = pb.SchedulerLoad(
+            num_running_reqs=admission.num_running,
+            num_waiting_reqs=admission.num_waiting,
+            num_total_reqs=admission.num_running + admission.num_waiting,
+            num_used_tokens=num_used * kv.block_tokens,
+            max_total_num_tokens=kv.num_blocks * kv.block_tokens,
+            token_usage=num_used / max(1, kv.num_blocks),
+            gen_throughput=self._core.generated_tokens.per_second(),
+            utilization=admission.num_running / admission.max_running,
+            max_running_requests=admission.max_running,
+        )
+        return pb.GetLoadsResponse(
+            timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
+            version=version("headwater"),
+            dp_rank_count=1,
+            loads=[load],
+        )
+
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+        """The tokenizer files as a zip, in chunks."""
+        if self._archive is None:
+            self._archive = asyncio.ensure_future(
+                asyncio.to_thread(TokenizerArchive.build, self._core.model.model_dir)
+            )
+        archive = await asyncio.shield(self._archive)
+        for data, sha256 in archive.chunks():
+            yield common_pb2.GetTokenizerChunk(data=data, sha256=sha256)
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
+        """Stays open without an event: there is no prefix cache whose changes could be told."""
+        # The gateway takes a stream without headers for a worker that hangs.
+        await context.send_initial_metadata(())
+        await self._stopping.wait()
+        return
+        yield  # makes this a generator, as a streaming method must be
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Not offered."""
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED,
+            "Embed: this server generates text and makes no embeddings",
+        )
+
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        """Not offered."""
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED, "FlushCache: there is no prefix cache to flush"
+        )
+
+    async def StartProfile(
+        self, request: common_pb2.StartProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        """Not offered."""
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED,
+            "StartProfile: there is no profiler; use OpenTelemetry traces",
+        )
+
+    async def StopProfile(
+        self, request: common_pb2.StopProfileRequest, context: Context
+    ) -> common_pb2.ProfileResponse:
+        """Not offered."""
+        await context.abort(
+            grpc.StatusCode.UNIMPLEMENTED,
+            "StopProfile: there is no profiler; use OpenTelemetry traces",
+        )
+
+
+def _request_from_vllm(request: pb.GenerateRequest) -> RouterRequest:
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequestError("input", "one of tokenized and text must be given")
+    if request.HasField("mm_inputs") or request.extra_mm_inputs or request.HasField("media_refs"):
+        raise InvalidRequestError("mm_inputs", "this server takes text only")
+    prompt = (
+        TextPrompt(request.text)
+        if kind == "text"
+        else TokenPrompt(tuple(request.tokenized.input_ids))
+    )
+    return RouterRequest(
+        prompt,
+        sampling_from_vllm(request.sampling_params),
+        request.request_id,
+        wants_text=False,
+        skip_special_tokens=request.sampling_params.skip_special_tokens,
+    )

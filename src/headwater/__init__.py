@@ -1,0 +1,1 @@
+"""Headwater: Mixture-of-Experts models at published precision on one machine."""

@@ -1,0 +1,1 @@
+"""The command `headwater`, one file per group of subcommands."""

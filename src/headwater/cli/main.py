@@ -1,0 +1,108 @@
+"""`headwater`: parses the command line and calls the command.
+
+Each command's module is imported only when it runs, so that `headwater status` does not wait for
+torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from headwater.config import load_config
+from headwater.errors import HeadwaterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headwater.config import Config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status. Expected errors print one line and give 1."""
+    arguments = _parser().parse_args(argv)
+    try:
+        config = load_config(
+            config_file=arguments.config, environ=os.environ, assignments=arguments.set
+        )
+        return _run(arguments, config)
+    except HeadwaterError as error:
+        print(f"headwater {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: argparse.Namespace, config: Config) -> int:
+    module = importlib.import_module(f"headwater.cli.{arguments.module}")
+    status: int = getattr(module, arguments.function)(arguments, config)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    settings = argparse.ArgumentParser(add_help=False)
+    settings.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    settings.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="set one setting; may be repeated",
+    )
+    parser = argparse.ArgumentParser(prog="headwater", description=__doc__.partition(":")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, module: str, function: str, help_text: str) -> argparse.ArgumentParser:
+        child = commands.add_parser(name, parents=[settings], help=help_text, description=help_text)
+        child.set_defaults(module=module, function=function)
+        return child
+
+    up = command("up", "up", "up", "start prefill, decode, router and the HTTP gateway")
+    up.add_argument("--model", help="checkpoint folder; without it the embedded default model")
+    up.add_argument("--no-gateway", action="store_true", help="leave the HTTP gateway out")
+    up.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="SECONDS", help="time to become ready"
+    )
+    down = command("down", "down", "down", "stop what `headwater up` started")
+    down.add_argument("--release", action="store_true", help="free the weights in memory as well")
+
+    serve = command("serve", "serve", "serve", "run one process in the foreground")
+    serve.add_argument("service", choices=("prefill", "decode", "router"))
+
+    status = command("status", "status", "status", "show what every process does")
+    status.add_argument("--json", action="store_true", help="print JSON")
+
+    generate = command("generate", "generate", "generate", "continue a text")
+    generate.add_argument("prompt", help="the text; - reads it from standard input")
+    _add_sampling(generate)
+    generate.add_argument("--json", action="store_true", help="print JSON, after the end")
+    chat = command("chat", "chat", "chat", "talk with the model in the terminal")
+    chat.add_argument("--system", help="system message")
+    _add_sampling(chat)
+
+    shm = command("shm", "shm", "shm", "list or clean shared-memory segments")
+    shm.add_argument("action", choices=("ls", "reap"))
+    shm.add_argument("--release", action="store_true", help="reap: free unused weights as well")
+    shm.add_argument("--json", action="store_true", help="print JSON")
+
+    convert = command("convert", "convert", "convert", "turn a GGUF file into a checkpoint folder")
+    convert.add_argument("gguf", help="GGUF file of the llama architecture")
+    convert.add_argument("out", help="folder to write")
+    convert.add_argument("--format", choices=("bf16", "fp8"), default="bf16")
+    return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, help="stop after so many tokens")
+    parser.add_argument("--temperature", type=float, help="0 is greedy; default 1")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--stop", action="append", help="text that ends the answer; repeatable")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

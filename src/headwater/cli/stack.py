@@ -1,0 +1,82 @@
+"""The processes of one stack: their commands, their health, and where their files are."""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headwater.cli.processes import ManagedProcess
+from headwater.config.sources import ENV_PREFIX
+from headwater.gateway import gateway_command
+
+if TYPE_CHECKING:
+    from headwater.config import Config
+
+SERVICE_NAMES = {
+    "decode": "headwater.v1.DecodeService",
+    "prefill": "headwater.v1.PrefillService",
+    "router": "headwater.v1.RouterService",
+}
+GATEWAY = "gateway"
+PROBE_SECONDS = 2.0
+
+
+def run_dir(config: Config) -> Path:
+    """Where the stack keeps pids, logs and its configuration; one folder per prefix."""
+    return Path(config.state.run_dir).expanduser() / config.shm.prefix
+
+
+def processes(config: Config) -> dict[str, ManagedProcess]:
+    """All processes a stack may have, in the order they are started."""
+    names = (*SERVICE_NAMES, GATEWAY)
+    return {name: ManagedProcess(name, run_dir(config)) for name in names}
+
+
+def command_of(name: str, config: Config, config_path: Path) -> list[str]:
+    """The command line of a process."""
+    if name == GATEWAY:
+        return gateway_command(config)
+    return [sys.executable, "-m", f"headwater.services.{name}", "--config", str(config_path)]
+
+
+def environment() -> dict[str, str]:
+    """This environment without our settings: the processes read them from the written file."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+
+
+def address_of(name: str, config: Config) -> str:
+    """Where a process listens."""
+    address: str = getattr(config, name).listen
+    return address
+
+
+def is_serving(name: str, config: Config) -> bool:
+    """Whether a process is ready for work."""
+    if name == GATEWAY:
+        return _answers_http(f"http://{config.gateway.listen}/readiness")
+    with grpc.insecure_channel(
+        address_of(name, config), options=(("grpc.enable_http_proxy", 0),)
+    ) as channel:
+        request = health_pb2.HealthCheckRequest(service=SERVICE_NAMES[name])
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=PROBE_SECONDS)
+        except grpc.RpcError:
+            return False
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _answers_http(url: str) -> bool:
+    # No proxy from the environment: this is a process of ours on this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=PROBE_SECONDS) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

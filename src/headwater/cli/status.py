@@ -1,0 +1,110 @@
+"""`headwater status`: what every process does, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+
+from headwater.cli import stack
+from headwater.cli.table import print_table
+from headwater.shm import list_segments
+from headwater.v1 import (
+    decode_service_pb2,
+    decode_service_pb2_grpc,
+    prefill_service_pb2,
+    prefill_service_pb2_grpc,
+    router_service_pb2,
+    router_service_pb2_grpc,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+    from headwater.config import Config
+
+_CALLS = {
+    "router": (
+        router_service_pb2_grpc.RouterServiceStub,
+        router_service_pb2.GetRouterStatusRequest,
+    ),
+    "prefill": (
+        prefill_service_pb2_grpc.PrefillServiceStub,
+        prefill_service_pb2.GetPrefillStatusRequest,
+    ),
+    "decode": (
+        decode_service_pb2_grpc.DecodeServiceStub,
+        decode_service_pb2.GetDecodeStatusRequest,
+    ),
+}
+
+
+def status(arguments: argparse.Namespace, config: Config) -> int:
+    """Prints the state of the stack; the exit status is 1 when a process is not serving."""
+    states = {name: _state(name, config) for name in (*_CALLS, stack.GATEWAY)}
+    if not config.gateway.enabled or states[stack.GATEWAY]["health"] == "DOWN":
+        has_run = stack.processes(config)[stack.GATEWAY].log_path.exists()
+        if not (config.gateway.enabled and has_run):
+            del states[stack.GATEWAY]
+    segments = [
+        {"name": s.name, "total_bytes": s.total_bytes, "state": s.state.value}
+        for s in list_segments(config.shm.name_prefix)
+    ]
+    if arguments.json:
+        print(json.dumps({"processes": states, "segments": segments}, indent=2))
+    else:
+        _print_tables(states, segments)
+    return 0 if all(state["health"] == "SERVING" for state in states.values()) else 1
+
+
+def _state(name: str, config: Config) -> dict[str, Any]:
+    """Address, health and, when it answers, the process's own status, in snake_case."""
+    state: dict[str, Any] = {"address": stack.address_of(name, config), "health": "DOWN"}
+    if name == stack.GATEWAY:
+        state["health"] = "SERVING" if stack.is_serving(name, config) else "DOWN"
+        state["pid"] = stack.processes(config)[name].pid()
+        return state
+    make_stub, make_request = _CALLS[name]
+    with grpc.insecure_channel(
+        state["address"], options=(("grpc.enable_http_proxy", 0),)
+    ) as channel:
+        try:
+            reply = make_stub(channel).GetStatus(make_request(), timeout=stack.PROBE_SECONDS)
+        except grpc.RpcError:
+            return state
+    state["health"] = "SERVING" if stack.is_serving(name, config) else "NOT_SERVING"
+    state.update(
+        MessageToDict(
+            reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+    )
+    return state
+
+
+def _print_tables(states: dict[str, Any], segments: list[dict[str, Any]]) -> None:
+    titles = ("PROCESS", "ADDRESS", "HEALTH", "PID", "RUNNING", "WAITING", "TOK/S", "MODEL")
+    print_table(titles, [_row(name, state) for name, state in states.items()])
+    decode = states["decode"]
+    if "kv_layout" in decode:
+        layout = decode["kv_layout"]
+        how = "re-attached" if decode["weights_reattached"] else "loaded from disk"
+        print(
+            f"\nweights  {decode['weights']['name']}, "
+            f"{int(decode['weights']['total_bytes']) / 2**20:.1f} MiB, {how}"
+        )
+        print(
+            f"KV pool  {decode['kv_pool']['name']}, {decode['kv_free_blocks']} of "
+            f"{layout['num_blocks']} blocks of {layout['block_tokens']} tokens free, "
+            f"{decode['kv_leases']} leases"
+        )
+    elif segments:
+        print("\nsegments " + ", ".join(segment["name"] for segment in segments))
+
+
+def _row(name: str, state: dict[str, Any]) -> tuple[object, ...]:
+    rate = state.get("tokens_per_second")
+    numbers = (state.get(key, "") for key in ("pid", "running_requests", "waiting_requests"))
+    speed = "" if rate is None else f"{rate:.1f}"
+    return (name, state["address"], state["health"], *numbers, speed, state.get("model_name", ""))

@@ -1,0 +1,155 @@
+"""`headwater up`: starts what does not run yet and waits until all is ready."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+
+from headwater.cli import stack
+from headwater.cli.model import with_model
+from headwater.cli.progress import progress_bar
+from headwater.config import to_toml
+from headwater.errors import ConfigError, UnavailableError
+from headwater.v1 import memory_service_pb2, memory_service_pb2_grpc
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from headwater.cli.processes import ManagedProcess
+    from headwater.config import Config
+
+POLL_SECONDS = 0.1
+
+
+def up(arguments: argparse.Namespace, config: Config) -> int:
+    """Starts the stack, or what of it is missing, and prints how to use it."""
+    if arguments.model:
+        model = dataclasses.replace(config.model, path=arguments.model)
+        config = dataclasses.replace(config, model=model)
+    if arguments.no_gateway:
+        gateway = dataclasses.replace(config.gateway, enabled=False)
+        config = dataclasses.replace(config, gateway=gateway)
+    config = with_model(config)
+    deadline = time.monotonic() + arguments.timeout
+    with _only_one(stack.run_dir(config)):
+        config_path = _write_config(config)
+        members = {
+            name: process
+            for name, process in stack.processes(config).items()
+            if name != stack.GATEWAY or config.gateway.enabled
+        }
+        for name, process in members.items():
+            if process.pid() is None:
+                process.start(stack.command_of(name, config, config_path), stack.environment())
+        _follow_loading(config, members["decode"], deadline)
+        for name, process in members.items():
+            _wait_until_serving(name, process, config, deadline)
+    print(_how_to_use(config))
+    return 0
+
+
+@contextmanager
+def _only_one(run_dir: Path) -> Iterator[None]:
+    """Keeps a second `headwater up` of the same stack out while this one works."""
+    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (run_dir / "up.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write_config(config: Config) -> Path:
+    """Writes what the processes read.
+
+    Raises ConfigError when some run already, with other settings.
+    """
+    path = stack.run_dir(config) / "config.toml"
+    text = to_toml(config)
+    running = [name for name, process in stack.processes(config).items() if process.pid()]
+    if running and path.is_file() and path.read_text(encoding="utf-8") != text:
+        raise ConfigError(
+            f"{', '.join(running)} run already, with other settings; stop them with "
+            "`headwater down` first, or give this stack its own shm.prefix and ports"
+        )
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _follow_loading(config: Config, decode: ManagedProcess, deadline: float) -> None:
+    """Shows how the weights load; ends when they are there, or when decode does not answer yet."""
+    with progress_bar("loading weights") as show:
+        while time.monotonic() < deadline and decode.pid() is not None:
+            with grpc.insecure_channel(
+                config.decode.listen, options=(("grpc.enable_http_proxy", 0),)
+            ) as channel:
+                stub = memory_service_pb2_grpc.MemoryServiceStub(channel)
+                try:
+                    for response in stub.GetWeights(memory_service_pb2.GetWeightsRequest()):
+                        if response.HasField("manifest"):
+                            return
+                        if response.HasField("progress") and response.progress.total_bytes:
+                            show(response.progress.loaded_bytes, response.progress.total_bytes)
+                except grpc.RpcError:
+                    time.sleep(POLL_SECONDS)
+
+
+def _wait_until_serving(
+    name: str, process: ManagedProcess, config: Config, deadline: float
+) -> None:
+    while not stack.is_serving(name, config):
+        if process.pid() is None:
+            raise UnavailableError(
+                f"{name} ended while starting; the end of {process.log_path}:\n{process.log_tail()}"
+            )
+        if time.monotonic() > deadline:
+            raise UnavailableError(
+                f"{name} is not ready in time; see {process.log_path}, or raise --timeout"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _how_to_use(config: Config) -> str:
+    router = stack.address_of("router", config)
+    lines = [
+        f"Serving {config.model.name}",
+        f"  router   gRPC  {router}",
+        f"  prefill  gRPC  {stack.address_of('prefill', config)}",
+        f"  decode   gRPC  {stack.address_of('decode', config)}",
+    ]
+    if config.gateway.enabled:
+        lines.append(f"  gateway  HTTP  http://{config.gateway.listen}")
+    lines += ["", "gRPC:", f'  headwater generate "The capital of France is"{_flag(router)}']
+    lines += [
+        "",
+        "Python:",
+        "  import asyncio",
+        "  from headwater.client import Client",
+        "  async def main():",
+        f'      async with Client("{router}") as client:',
+        '          async for event in client.chat([("user", "What is the capital of France?")]):',
+        '              print(event.text, end="", flush=True)',
+        "  asyncio.run(main())",
+    ]
+    if config.gateway.enabled:
+        body = (
+            f'{{"model": "{config.model.name}", "messages": '
+            '[{"role": "user", "content": "What is the capital of France?"}]}'
+        )
+        lines += [
+            "",
+            "curl:",
+            f"  curl http://{config.gateway.listen}/v1/chat/completions "
+            f"-H 'Content-Type: application/json' -d '{body}'",
+        ]
+    lines += ["", "Stop it with: headwater down"]
+    return "\n".join(lines)
+
+
+def _flag(router: str) -> str:
+    return "" if router == "127.0.0.1:50050" else f" --set router.listen={router}"

@@ -1,0 +1,115 @@
+"""A typed asyncio client of headwater.v1.RouterService, for Python programs and the CLI."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+import grpc
+
+from headwater.generation import SamplingParams, TextEvent
+from headwater.rpc.channel import open_channel
+from headwater.telemetry.tracing import outgoing_metadata
+from headwater.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
+from headwater.wire.generation import (
+    finish_reason_from_pb,
+    sampling_to_pb,
+    timings_from_pb,
+    token_from_pb,
+    usage_from_pb,
+)
+from headwater.wire.status import error_from_rpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from types import TracebackType
+
+DEFAULT_ADDRESS = "127.0.0.1:50050"
+
+
+class Client:
+    """Talks to one router. Use it as an asynchronous context manager, or call `close`."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self._channel = open_channel(address)
+        self._router = router_service_pb2_grpc.RouterServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> AsyncIterator[TextEvent]:
+        """Continues a text or a list of token ids.
+
+        Raises the HeadwaterError that the service reports.
+        """
+        request = router_service_pb2.GenerateRequest()
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        async for event in self._stream(request, sampling, timeout_seconds):
+            yield event
+
+    async def chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        sampling: SamplingParams | None = None,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> AsyncIterator[TextEvent]:
+        """Answers a conversation of (role, content) turns.
+
+        Raises the HeadwaterError that the service reports.
+        """
+        request = router_service_pb2.GenerateRequest()
+        for role, content in messages:
+            request.chat.messages.add(role=role, content=content)
+        async for event in self._stream(request, sampling, timeout_seconds):
+            yield event
+
+    async def _stream(
+        self,
+        request: router_service_pb2.GenerateRequest,
+        sampling: SamplingParams | None,
+        timeout_seconds: float | None,
+    ) -> AsyncIterator[TextEvent]:
+        if sampling is not None:
+            request.sampling.CopyFrom(sampling_to_pb(sampling))
+        call = self._router.Generate(request, timeout=timeout_seconds, metadata=outgoing_metadata())
+        try:
+            async for response in call:
+                yield _event_from_pb(response)
+        except grpc.aio.AioRpcError as failure:
+            raise error_from_rpc(failure) from failure
+        finally:
+            # Ends the request at the server when the caller stops listening.
+            call.cancel()
+
+
+def _event_from_pb(message: router_service_pb2.GenerateResponse) -> TextEvent:
+    is_last = message.finish_reason != generation_pb2.FINISH_REASON_UNSPECIFIED
+    return TextEvent(
+        text=message.text,
+        tokens=tuple(token_from_pb(token) for token in message.tokens),
+        finish_reason=finish_reason_from_pb(message.finish_reason),
+        usage=usage_from_pb(message.usage) if is_last else None,
+        timings=timings_from_pb(message.timings) if is_last else None,
+        prefill_progress=message.prefill_progress if message.HasField("prefill_progress") else None,
+    )

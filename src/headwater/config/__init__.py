@@ -1,0 +1,30 @@
+"""The configuration of every process: one frozen, validated object, built once at start."""
+
+from headwater.config.schema import (
+    Config,
+    DecodeConfig,
+    GatewayConfig,
+    KvConfig,
+    ModelConfig,
+    PrefillConfig,
+    RouterConfig,
+    ShmConfig,
+    StateConfig,
+    TelemetryConfig,
+)
+from headwater.config.sources import load_config, to_toml
+
+__all__ = [
+    "Config",
+    "DecodeConfig",
+    "GatewayConfig",
+    "KvConfig",
+    "ModelConfig",
+    "PrefillConfig",
+    "RouterConfig",
+    "ShmConfig",
+    "StateConfig",
+    "TelemetryConfig",
+    "load_config",
+    "to_toml",
+]

@@ -1,0 +1,153 @@
+"""Every setting with its default, its meaning and its limits.
+
+The section and field names are the keys of the TOML file; see headwater.config.sources for where
+values come from. A field's metadata holds `help` and, for checks, `low`, `high`, `choices` or
+`kind` ("address": host:port).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def setting(default: Any, help_text: str, **limits: Any) -> Any:
+    """A field with its default, what it means, and its limits."""
+    return field(default=default, metadata={"help": help_text, **limits})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What is served."""
+
+    path: str = setting("", "checkpoint folder; empty: the embedded default model")
+    name: str = setting("", "name under which it is served; empty: the folder's name")
+    format: str = setting("bf16", "format of the embedded default model", choices=("bf16", "fp8"))
+    load_threads: int = setting(4, "threads that read the checkpoint", low=1, high=256)
+
+
+@dataclass(frozen=True, slots=True)
+class ShmConfig:
+    """Shared memory."""
+
+    prefix: str = setting(
+        "headwater", "first part of the names of all segments; one per stack", kind="shm_prefix"
+    )
+
+    @property
+    def name_prefix(self) -> str:
+        """What the names of all segments of this stack, and of no other, start with."""
+        return f"{self.prefix}."
+
+
+@dataclass(frozen=True, slots=True)
+class KvConfig:
+    """The KV pool."""
+
+    pool_tokens: int = setting(
+        0, "tokens the pool holds; 0: four times the context, if memory allows", low=0, high=2**31
+    )
+    block_tokens: int = setting(16, "tokens per block", low=1, high=1024)
+    slots: int = setting(256, "leases alive at once", low=1, high=65536)
+    lease_ttl_ms: int = setting(
+        30_000, "life of a lease without renewal, in milliseconds", low=100, high=3_600_000
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """The decode process."""
+
+    listen: str = setting("127.0.0.1:50052", "address to listen on", kind="address")
+    threads: int = setting(0, "compute threads; 0: one per usable core", low=0, high=1024)
+    max_batch: int = setting(16, "requests generating at once", low=1, high=4096)
+    grace_seconds: float = setting(
+        10.0, "time for running requests to end at a stop, in seconds", low=0.0, high=3600.0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """The prefill process."""
+
+    listen: str = setting("127.0.0.1:50051", "address to listen on", kind="address")
+    decode_address: str = setting(
+        "127.0.0.1:50052", "where the decode process listens", kind="address"
+    )
+    threads: int = setting(0, "compute threads; 0: one per usable core", low=0, high=1024)
+    chunk_tokens: int = setting(
+        2048, "tokens computed in one go; bounds the memory for activations", low=1, high=1_048_576
+    )
+    max_waiting: int = setting(1024, "prompts waiting at once", low=1, high=1_000_000)
+    grace_seconds: float = setting(
+        10.0, "time for running requests to end at a stop, in seconds", low=0.0, high=3600.0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The router process."""
+
+    listen: str = setting("127.0.0.1:50050", "address to listen on", kind="address")
+    prefill_address: str = setting(
+        "127.0.0.1:50051", "where the prefill process listens", kind="address"
+    )
+    decode_address: str = setting(
+        "127.0.0.1:50052", "where the decode process listens", kind="address"
+    )
+    max_running_requests: int = setting(64, "requests in work at once", low=1, high=65536)
+    max_waiting_requests: int = setting(
+        256, "requests waiting at once; more are refused", low=0, high=1_000_000
+    )
+    grace_seconds: float = setting(
+        10.0, "time for running requests to end at a stop, in seconds", low=0.0, high=3600.0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """The HTTP gateway, SMG."""
+
+    enabled: bool = setting(True, "whether `headwater up` starts it")
+    listen: str = setting("127.0.0.1:8000", "address to listen on", kind="address")
+    metrics_listen: str = setting(
+        "127.0.0.1:29000", "address of its Prometheus metrics", kind="address"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryConfig:
+    """Traces, metrics and logs."""
+
+    otlp_endpoint: str = setting(
+        "", "OTLP gRPC endpoint, such as http://127.0.0.1:4317; empty: no telemetry"
+    )
+    trace_ratio: float = setting(1.0, "share of requests that are traced", low=0.0, high=1.0)
+    log_level: str = setting(
+        "info", "least severity logged", choices=("debug", "info", "warning", "error")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StateConfig:
+    """Where files are kept."""
+
+    cache_dir: str = setting("~/.cache/headwater", "converted models", kind="path")
+    run_dir: str = setting(
+        "~/.local/state/headwater", "process ids and logs of `headwater up`", kind="path"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings of one stack."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    shm: ShmConfig = field(default_factory=ShmConfig)
+    kv: KvConfig = field(default_factory=KvConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    state: StateConfig = field(default_factory=StateConfig)

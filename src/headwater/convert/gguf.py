@@ -1,0 +1,268 @@
+"""Converts a dense llama GGUF into a Mixtral checkpoint that computes the same.
+
+Owns the names, formats and config of what is written: config.json, model.safetensors and the
+tokenizer's files (see gguf_tokenizer.py). Slicing is explained in slicing.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+
+from headwater.convert.fp8 import BLOCK, quantize_blocks
+from headwater.convert.gguf_reader import FloatArray, GgufFile
+from headwater.convert.gguf_tokenizer import write_tokenizer
+from headwater.convert.safetensors_writer import OutTensor, write_safetensors
+from headwater.convert.slicing import NUM_EXPERTS, slice_columns, slice_rows
+from headwater.errors import CheckpointError, ConfigError
+from headwater.weights.tensors import DType
+
+Format = Literal["bf16", "fp8"]
+
+ProgressFunction = Callable[[int, int], None]
+"""Called with the bytes written so far and the bytes in all."""
+
+CONVERSION_VERSION = 1
+"""Counts changes of what a conversion writes; caches of another version are made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dimensions:
+    num_layers: int
+    hidden: int
+    ffn: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    is_tied: bool
+
+
+def convert_gguf(
+    gguf_path: Path, out_dir: Path, fmt: Format, on_progress: ProgressFunction | None = None
+) -> None:
+    """Writes the checkpoint folder `out_dir`, which must not exist; it appears when complete.
+
+    "bf16" rounds all weights to BF16; "fp8" writes the linear ones as e4m3 with a float32
+    `weight_scale_inv` per 128x128 block. Norms, embeddings and gates stay BF16.
+
+    Raises CheckpointError when the GGUF is damaged or of another kind than dense llama, ConfigError
+    for an unknown format or a folder that cannot be written.
+    """
+    if fmt not in get_args(Format):
+        raise ConfigError(f"format: expected one of {', '.join(get_args(Format))}, got {fmt!r}")
+    if out_dir.exists():
+        raise ConfigError(f"{out_dir}: exists already; remove it or choose another folder")
+    source = GgufFile(gguf_path)
+    dims = _read_dimensions(source)
+    tensors = list(_out_tensors(source, dims, fmt))
+    building = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.partial")
+    try:
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        write_safetensors(building / "model.safetensors", tensors, on_progress)
+        config = json.dumps(_config(source, dims, fmt), indent=2) + "\n"
+        (building / "config.json").write_text(config)
+        write_tokenizer(source, building)
+        building.rename(out_dir)
+    except OSError as error:
+        raise ConfigError(f"{out_dir}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _read_dimensions(source: GgufFile) -> _Dimensions:
+    hidden = source.get("llama.embedding_length", int)
+    num_heads = source.get("llama.attention.head_count", int)
+    dims = _Dimensions(
+        num_layers=source.get("llama.block_count", int),
+        hidden=hidden,
+        ffn=source.get("llama.feed_forward_length", int),
+        num_heads=num_heads,
+        num_kv_heads=source.get("llama.attention.head_count_kv", int, num_heads),
+        head_dim=source.get("llama.attention.key_length", int, hidden // num_heads),
+        vocab_size=source.shape("token_embd.weight")[0],
+        is_tied="output.weight" not in source.tensor_names,
+    )
+    unsupported = (
+        ("llama.expert_count", source.get("llama.expert_count", int, 0), 0),
+        ("llama.rope.scaling.type", source.get("llama.rope.scaling.type", str, "none"), "none"),
+        ("llama.rope.dimension_count", _rotary_dim(source, dims), dims.head_dim),
+        ("llama.feed_forward_length modulo 4", dims.ffn % NUM_EXPERTS, 0),
+    )
+    for field, found, expected in unsupported:
+        if found != expected:
+            raise CheckpointError(
+                f"{source.path}: field '{field}': only {expected} is supported, got {found}"
+            )
+    unknown = source.tensor_names - _known_names(dims)
+    if unknown:
+        raise CheckpointError(
+            f"{source.path}: tensor '{min(unknown)}': a plain dense llama has no such tensor; "
+            "this variant is not supported"
+        )
+    return dims
+
+
+def _rotary_dim(source: GgufFile, dims: _Dimensions) -> int:
+    return source.get("llama.rope.dimension_count", int, dims.head_dim)
+
+
+def _known_names(dims: _Dimensions) -> set[str]:
+    parts = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"]
+    parts += ["ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
+    names = {f"blk.{layer}.{part}.weight" for layer in range(dims.num_layers) for part in parts}
+    return names | {"token_embd.weight", "output_norm.weight", "output.weight"}
+
+
+def _out_tensors(source: GgufFile, dims: _Dimensions, fmt: Format) -> Iterator[OutTensor]:
+    def plain(name: str, origin: str, shape: tuple[int, ...]) -> OutTensor:
+        _require_shape(source, origin, shape)
+        return OutTensor(name, DType.BF16, shape, lambda: _bf16(source.load(origin)))
+
+    linear = _linear_fp8 if fmt == "fp8" else _linear_bf16
+    # The three weights of one layer's FFN stay dequantised while experts are cut from them.
+    load_ffn = functools.lru_cache(maxsize=3)(source.load)
+    yield plain("model.embed_tokens.weight", "token_embd.weight", (dims.vocab_size, dims.hidden))
+    for layer in range(dims.num_layers):
+        to, of = f"model.layers.{layer}", f"blk.{layer}"
+        yield plain(f"{to}.input_layernorm.weight", f"{of}.attn_norm.weight", (dims.hidden,))
+        for name, shape, load in _attention_weights(source, dims, of):
+            yield from linear(f"{to}.self_attn.{name}.weight", shape, load)
+        yield plain(
+            f"{to}.post_attention_layernorm.weight", f"{of}.ffn_norm.weight", (dims.hidden,)
+        )
+        moe = f"{to}.block_sparse_moe"
+        gate_shape = (NUM_EXPERTS, dims.hidden)
+        yield OutTensor(
+            f"{moe}.gate.weight",
+            DType.BF16,
+            gate_shape,
+            functools.partial(torch.zeros, gate_shape, dtype=torch.bfloat16),
+        )
+        for name, shape, load in _expert_weights(source, dims, of, load_ffn):
+            yield from linear(f"{moe}.experts.{name}.weight", shape, load)
+    yield plain("model.norm.weight", "output_norm.weight", (dims.hidden,))
+    if not dims.is_tied:
+        yield plain("lm_head.weight", "output.weight", (dims.vocab_size, dims.hidden))
+
+
+LinearWeight = tuple[str, tuple[int, int], Callable[[], FloatArray]]
+
+
+def _attention_weights(source: GgufFile, dims: _Dimensions, of: str) -> Iterator[LinearWeight]:
+    q_rows, kv_rows = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
+    for name, origin, shape, num_rotary_heads in (
+        ("q_proj", f"{of}.attn_q.weight", (q_rows, dims.hidden), dims.num_heads),
+        ("k_proj", f"{of}.attn_k.weight", (kv_rows, dims.hidden), dims.num_kv_heads),
+        ("v_proj", f"{of}.attn_v.weight", (kv_rows, dims.hidden), 0),
+        ("o_proj", f"{of}.attn_output.weight", (dims.hidden, q_rows), 0),
+    ):
+        _require_shape(source, origin, shape)
+        if num_rotary_heads:
+            yield name, shape, functools.partial(source.load_rotary, origin, num_rotary_heads)
+        else:
+            yield name, shape, functools.partial(source.load, origin)
+
+
+def _expert_weights(
+    source: GgufFile, dims: _Dimensions, of: str, load: Callable[[str], FloatArray]
+) -> Iterator[LinearWeight]:
+    gate, down, up = (f"{of}.ffn_{part}.weight" for part in ("gate", "down", "up"))
+    width = dims.ffn // NUM_EXPERTS
+
+    def sliced(
+        origin: str, expert: int, cut: Callable[[FloatArray, int], FloatArray]
+    ) -> Callable[[], FloatArray]:
+        return lambda: cut(load(origin), expert)
+
+    for origin in (gate, up):
+        _require_shape(source, origin, (dims.ffn, dims.hidden))
+    _require_shape(source, down, (dims.hidden, dims.ffn))
+    for e in range(NUM_EXPERTS):
+        yield f"{e}.w1", (width, dims.hidden), sliced(gate, e, slice_rows)
+        yield f"{e}.w2", (dims.hidden, width), sliced(down, e, slice_columns)
+        yield f"{e}.w3", (width, dims.hidden), sliced(up, e, slice_rows)
+
+
+def _linear_bf16(
+    name: str, shape: tuple[int, int], load: Callable[[], FloatArray]
+) -> Iterator[OutTensor]:
+    yield OutTensor(name, DType.BF16, shape, lambda: _bf16(load()))
+
+
+def _linear_fp8(
+    name: str, shape: tuple[int, int], load: Callable[[], FloatArray]
+) -> Iterator[OutTensor]:
+    @functools.lru_cache(maxsize=1)
+    def quantized() -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_blocks(torch.from_numpy(np.ascontiguousarray(load())))
+
+    def take_scales() -> torch.Tensor:
+        scales = quantized()[1]
+        quantized.cache_clear()
+        return scales
+
+    scale_shape = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+    yield OutTensor(name, DType.F8_E4M3, shape, lambda: quantized()[0])
+    yield OutTensor(f"{name}_scale_inv", DType.F32, scale_shape, take_scales)
+
+
+def _bf16(values: FloatArray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
+
+
+def _require_shape(source: GgufFile, name: str, expected: tuple[int, ...]) -> None:
+    if source.shape(name) != expected:
+        raise CheckpointError(
+            f"{source.path}: tensor '{name}': field 'shape': expected {list(expected)}, "
+            f"got {list(source.shape(name))}"
+        )
+
+
+def _config(source: GgufFile, dims: _Dimensions, fmt: Format) -> dict[str, object]:
+    config: dict[str, object] = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": dims.vocab_size,
+        "hidden_size": dims.hidden,
+        "intermediate_size": dims.ffn // NUM_EXPERTS,
+        "num_hidden_layers": dims.num_layers,
+        "num_attention_heads": dims.num_heads,
+        "num_key_value_heads": dims.num_kv_heads,
+        "head_dim": dims.head_dim,
+        "num_local_experts": NUM_EXPERTS,
+        "num_experts_per_tok": NUM_EXPERTS,
+        "hidden_act": "silu",
+        "max_position_embeddings": source.get("llama.context_length", int),
+        "rms_norm_eps": _short(source.get("llama.attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": _short(source.get("llama.rope.freq_base", float, 10000.0)),
+        "sliding_window": None,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": dims.is_tied,
+        "bos_token_id": source.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": source.get("tokenizer.ggml.eos_token_id", int),
+        "torch_dtype": "bfloat16",
+    }
+    if fmt == "fp8":
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": [BLOCK, BLOCK],
+            "activation_scheme": "dynamic",
+        }
+    return config
+
+
+def _short(value: float) -> float:
+    """The decimal number that was meant by a float32, which is how GGUF keeps it."""
+    return float(f"{value:.7g}")

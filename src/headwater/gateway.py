@@ -1,0 +1,96 @@
+"""How SMG, the HTTP gateway, is started in front of a router, and how it tells that it is ready.
+
+Starts no process itself.
+
+SMG is made for fleets. In front of the one router of a node, its means against bad workers do
+harm: while a long prompt is computed it would take a busy router for a hung one, and after a
+restart of an engine it would keep refusing requests. The router does these things itself: it
+queues, refuses and reports.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+from collections.abc import Mapping
+
+from headwater.errors import ConfigError
+
+# A day: longer than any prompt takes.
+_NEVER_SECONDS = "86400"
+_PROBE_SECONDS = 2.0
+
+
+def gateway_command(
+    *,
+    listen: str,
+    metrics_listen: str,
+    router_address: str,
+    grace_seconds: float = 5.0,
+    log_level: str = "warn",
+    python: str = sys.executable,
+) -> list[str]:
+    """The command line of SMG; all addresses are host:port, an IPv6 host in brackets.
+
+    `log_level` is debug, info, warn or error. Raises ConfigError for an address that is none.
+    """
+    host, port = _split(listen, "gateway.listen")
+    metrics_host, metrics_port = _split(metrics_listen, "gateway.metrics_listen")
+    _split(router_address, "router.listen")
+    return [
+        *(python, "-m", "smg", "launch"),
+        *("--host", host, "--port", port),
+        # Left out, these would listen on every interface.
+        *("--prometheus-host", metrics_host, "--prometheus-port", metrics_port),
+        *("--worker-urls", f"grpc://{router_address}"),
+        *("--backend", "vllm"),
+        *("--policy", "round_robin"),
+        *("--log-level", log_level),
+        # The router's own queue says what is too much, and its refusal reaches the caller.
+        "--disable-retries",
+        "--disable-circuit-breaker",
+        "--disable-worker-overload-protection",
+        *("--worker-wedge-secs", _NEVER_SECONDS),
+        # An engine that is back is used within a second.
+        *("--health-check-interval-secs", "1"),
+        *("--health-success-threshold", "1"),
+        *("--worker-startup-check-interval", "1"),
+        *("--request-timeout-secs", _NEVER_SECONDS),
+        *("--shutdown-grace-period-secs", str(max(1, round(grace_seconds)))),
+    ]
+
+
+def gateway_not_ready_reason(listen: str) -> str | None:
+    """Why the gateway at `listen` does not serve yet; None when it does.
+
+    It lists a model before it can serve it, so that only its own readiness check counts.
+    """
+    host, port = _split(listen, "gateway.listen")
+    connection = http.client.HTTPConnection(host, int(port), timeout=_PROBE_SECONDS)
+    try:
+        connection.request("GET", "/readiness")
+        response = connection.getresponse()
+        body = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        return f"the gateway at {listen} does not answer: {error}"
+    finally:
+        connection.close()
+    if response.status == http.client.OK:
+        return None
+    try:
+        return str(json.loads(body)["reason"])
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway at {listen} answers with status {response.status}"
+
+
+def gateway_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for SMG: it takes the tokenizer from the router, never from the network."""
+    return {**environ, "HF_HUB_OFFLINE": "1"}
+
+
+def _split(address: str, setting: str) -> tuple[str, str]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ConfigError(f"{setting}: expected host:port, got {address!r}")
+    return host.removeprefix("[").removesuffix("]"), port

@@ -1,0 +1,1 @@
+"""gRPC servers and channels as every process of ours makes them."""

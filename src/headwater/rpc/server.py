@@ -1,0 +1,103 @@
+"""Start, ready, drain, stop: the life of a gRPC server, the same for all three services.
+
+Owns the server, its health and its reflection; the servicers and what they serve are the
+caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from headwater.errors import ConfigError
+from headwater.rpc.interceptor import ErrorAndTraceInterceptor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A servicer, how to add it to a server, and the full name of its service."""
+
+    add: Callable[[Any, grpc.aio.Server], None]
+    servicer: Any
+    service_name: str
+
+
+class Server:
+    """A gRPC server that is live from `start` and ready once told so."""
+
+    def __init__(self, listen: str, registrations: Sequence[Registration]) -> None:
+        self._listen = listen
+        self._names = tuple(registration.service_name for registration in registrations)
+        self._server = grpc.aio.server(
+            interceptors=(ErrorAndTraceInterceptor(),),
+            options=(
+                # Two servers on one port would each get half of the calls.
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ),
+        )
+        self._health = HealthServicer()
+        for registration in registrations:
+            registration.add(registration.servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (*self._names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self._server
+        )
+
+    async def start(self) -> int:
+        """Binds and serves; returns the port. Health: "" SERVING, the services NOT_SERVING.
+
+        Raises ConfigError when the address cannot be bound.
+        """
+        await self._health.set("", _SERVING)
+        await self.set_ready(False)
+        try:
+            port = self._server.add_insecure_port(self._listen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {self._listen}: the port is in use or not allowed; "
+                "choose another with the setting `listen`, or stop what uses it"
+            ) from error
+        await self._server.start()
+        logger.info("listening on %s (port %d)", self._listen, port)
+        return int(port)
+
+    async def set_ready(self, is_ready: bool) -> None:
+        """Tells grpc.health whether the services can be used."""
+        for name in self._names:
+            await self._health.set(name, _SERVING if is_ready else _NOT_SERVING)
+        logger.info("%s %s", ", ".join(self._names), "SERVING" if is_ready else "NOT_SERVING")
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Says NOT_SERVING, refuses new calls, lets running ones end within the grace period."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_seconds)
+
+
+def stop_signal() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop

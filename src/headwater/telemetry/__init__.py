@@ -1,0 +1,1 @@
+"""OpenTelemetry traces and metrics: set up once per process, free of cost when not configured."""

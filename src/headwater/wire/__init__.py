@@ -1,0 +1,1 @@
+"""The only translation between protobuf messages and domain types, one file per proto file."""

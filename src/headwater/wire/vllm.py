@@ -1,0 +1,124 @@
+"""vllm.grpc.engine messages, as the gateway SMG speaks them, to and from domain types.
+
+Scalars without presence in that protocol say "not given" with zero; where zero is not a
+meaningful value it becomes our default.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from headwater.errors import InvalidRequestError
+from headwater.generation import FinishReason, SamplingParams, Token
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headwater.generation import Usage
+
+_FINISH_NAMES = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+}
+
+
+def sampling_from_vllm(message: pb.SamplingParams) -> SamplingParams:
+    """Raises InvalidRequestError for a value out of range and for what is not offered yet."""
+    _refuse_unsupported(message)
+    return SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        # The protocol's seed is signed, ours is not; any fixed mapping will do.
+        seed=message.seed & 0xFFFF_FFFF if message.HasField("seed") else None,
+        logit_bias=dict(message.logit_bias),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        stop=tuple(message.stop),
+        include_stop=message.include_stop_str_in_output,
+    )
+
+
+def _refuse_unsupported(message: pb.SamplingParams) -> None:
+    constraint = message.WhichOneof("constraint")
+    if constraint is not None:
+        raise InvalidRequestError(
+            f"sampling_params.{constraint}",
+            "structured output is not offered yet; ask for it in the prompt and check the answer",
+        )
+    if message.n > 1:
+        raise InvalidRequestError(
+            "sampling_params.n", f"only one answer per request is offered, got {message.n}"
+        )
+    if message.HasField("prompt_logprobs"):
+        raise InvalidRequestError(
+            "sampling_params.prompt_logprobs", "log probabilities of the prompt are not offered"
+        )
+    if message.HasField("truncate_prompt_tokens"):
+        raise InvalidRequestError(
+            "sampling_params.truncate_prompt_tokens", "prompts are not cut; shorten the prompt"
+        )
+
+
+def chunk_to_vllm(tokens: Sequence[Token], usage: Usage) -> pb.GenerateResponse:
+    """A piece of a streamed answer; `usage` counts up to here."""
+    return pb.GenerateResponse(
+        chunk=pb.GenerateStreamChunk(
+            token_ids=[token.id for token in tokens],
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_logprobs=_logprobs(tokens),
+        )
+    )
+
+
+def complete_to_vllm(
+    tokens: Sequence[Token],
+    usage: Usage,
+    finish_reason: FinishReason,
+    *,
+    matched_stop: str | None = None,
+    stop_token_id: int | None = None,
+) -> pb.GenerateResponse:
+    """The end of an answer with all its tokens; at most one of the two stops is given."""
+    complete = pb.GenerateComplete(
+        output_ids=[token.id for token in tokens],
+        finish_reason=_FINISH_NAMES[finish_reason],
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        output_logprobs=_logprobs(tokens),
+    )
+    if matched_stop is not None:
+        complete.matched_stop_str = matched_stop
+    elif stop_token_id is not None:
+        complete.matched_token_id = stop_token_id
+    return pb.GenerateResponse(complete=complete)
+
+
+def _logprobs(tokens: Sequence[Token]) -> pb.OutputLogProbs | None:
+    """None unless log probabilities were asked for."""
+    if not tokens or tokens[0].logprob is None:
+        return None
+    return pb.OutputLogProbs(
+        token_logprobs=[token.logprob or 0.0 for token in tokens],
+        token_ids=[token.id for token in tokens],
+        top_logprobs=[
+            pb.TopLogProbs(
+                token_ids=[token_id for token_id, _ in token.top_logprobs],
+                values=[logprob for _, logprob in token.top_logprobs],
+            )
+            for token in tokens
+        ],
+    )

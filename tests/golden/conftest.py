@@ -1,0 +1,75 @@
+"""Fixtures of the golden tests: reference logits made once, models loaded by the real loader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tests.golden.golden_models import (
+    MODELS,
+    load_reference,
+    reference_logits,
+    save_bf16,
+    save_fp8,
+    stable_prompts,
+)
+from torch import Tensor
+
+from headwater.model.spec import ModelSpec
+from headwater.model.transformer import Transformer
+from headwater.weights.loader import load_weights
+from headwater.weights.store import WeightsStore
+
+NUM_PROMPTS = 3
+_SEED = 20
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A checkpoint, prompts int64 [3, T], and what transformers makes of them [3, T, vocab]."""
+
+    folder: Path
+    prompts: Tensor
+    logits: Tensor
+
+
+@pytest.fixture(scope="session", params=list(MODELS))
+def golden_folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Path]]:
+    """Per format: the checkpoint for us, and the one with the same values for the reference."""
+    root = tmp_path_factory.mktemp(str(request.param))
+    bf16, fp8, dequantized = root / "bf16", root / "fp8", root / "dequantized"
+    save_bf16(MODELS[request.param], bf16, _SEED)
+    save_fp8(bf16, fp8, dequantized)
+    return {"bf16": (bf16, bf16), "fp8": (fp8, dequantized)}
+
+
+@pytest.fixture(scope="session", params=["bf16", "fp8"])
+def golden(request: pytest.FixtureRequest, golden_folders: dict[str, tuple[Path, Path]]) -> Golden:
+    """Every model in every format."""
+    folder, reference_folder = golden_folders[request.param]
+    reference = load_reference(reference_folder)
+    prompts = stable_prompts(reference, NUM_PROMPTS, _SEED)
+    return Golden(folder, prompts, reference_logits(reference, prompts))
+
+
+@pytest.fixture
+def load_model(shm_prefix: str) -> Iterator[Callable[[Path], Transformer]]:
+    """Loads checkpoints as an engine does, through shared memory."""
+    stores: list[WeightsStore] = []
+
+    def load(folder: Path) -> Transformer:
+        config = json.loads((folder / "config.json").read_text())
+        spec = ModelSpec.from_config(config, "config.json")
+        stores.append(load_weights(folder, spec.tensors(), shm_prefix=shm_prefix))
+        return Transformer(spec, stores[-1])
+
+    with torch.inference_mode():
+        yield load
+    for store in stores:
+        store.close()

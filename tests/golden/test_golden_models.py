@@ -1,0 +1,98 @@
+"""Every family and format against transformers, however the tokens are cut into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.golden.conftest import Golden
+from tests.golden.golden_models import PROMPT_TOKENS
+from torch import Tensor
+
+from headwater.kv.layout import KvLayout
+from headwater.kv.pages import KvPages
+from headwater.model import ffn, gqa, mla, moe, transformer
+from headwater.model.batch import Batch, SequenceChunk
+from headwater.model.spec import ModelSpec
+from headwater.model.transformer import Transformer
+
+BLOCK_TOKENS = 8
+# Out of order, and not next to each other, as blocks of a used pool are.
+BLOCK_IDS = ([5, 2, 11, 0], [1, 3, 4, 6], [20, 19, 18, 16])
+MAX_RELATIVE_ERROR = 1e-2
+
+# A schedule is a list of batches; a batch is a list of (prompt, first token, end of tokens).
+Schedule = list[list[tuple[int, int, int]]]
+LAST = PROMPT_TOKENS
+SCHEDULES: dict[str, Schedule] = {
+    "whole": [[(0, 0, LAST)]],
+    "chunked": [[(0, 0, 7)], [(0, 7, 8)], [(0, 8, 24)], [(0, 24, LAST)]],
+    "stepwise": [[(0, i, i + 1)] for i in range(LAST)],
+    "packed": [
+        [(0, 0, 20), (1, 0, 3)],
+        [(0, 20, 21), (1, 3, 17), (2, 0, LAST)],
+        [(1, 17, 18), (0, 21, 22)],
+        [(0, 22, LAST), (1, 18, LAST)],
+    ],
+}
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_logits_match_transformers(
+    golden: Golden, load_model: Callable[[Path], Transformer], schedule: str
+) -> None:
+    model = load_model(golden.folder)
+    pages = KvPages.allocate(_layout(model.spec))
+    for prompt, logits in _run(model, pages, golden.prompts, SCHEDULES[schedule]).items():
+        print("ERR",_relative_error(logits, golden.logits[prompt]))
+        assert _relative_error(logits, golden.logits[prompt]) < MAX_RELATIVE_ERROR
+
+
+def test_only_rounding_separates_us_from_transformers(
+    golden: Golden,
+    load_model: Callable[[Path], Transformer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (ffn, gqa, mla, moe, transformer):
+        monkeypatch.setattr(module, "round_to_bf16", lambda x: x)
+    model = load_model(golden.folder)
+    pages = KvPages.allocate(_layout(model.spec))
+    pages = KvPages([layer.float() for layer in pages.layers], BLOCK_TOKENS)
+    for prompt, logits in _run(model, pages, golden.prompts, SCHEDULES["packed"]).items():
+        assert _relative_error(logits, golden.logits[prompt]) < 1e-5
+
+
+def _layout(spec: ModelSpec) -> KvLayout:
+    return KvLayout(
+        kind=spec.kv.kind,
+        num_layers=spec.num_layers,
+        num_blocks=21,
+        block_tokens=BLOCK_TOKENS,
+        num_kv_heads=spec.kv.num_kv_heads,
+        head_dim=spec.kv.head_dim,
+        num_slots=1,
+        hidden_size=spec.hidden_size,
+    )
+
+
+def _run(
+    model: Transformer, pages: KvPages, prompts: Tensor, schedule: Schedule
+) -> dict[int, Tensor]:
+    """Logits [T, vocabulary] of every prompt that the schedule runs."""
+    parts: dict[int, list[Tensor]] = {}
+    for entries in schedule:
+        chunks = [
+            SequenceChunk(prompts[prompt, first:stop].tolist(), first, BLOCK_IDS[prompt])
+            for prompt, first, stop in entries
+        ]
+        logits = model.logits(model.forward(Batch.build(chunks, BLOCK_TOKENS), pages))
+        sizes = [len(chunk.token_ids) for chunk in chunks]
+        for (prompt, _, _), part in zip(entries, torch.split(logits, sizes), strict=True):
+            parts.setdefault(prompt, []).append(part)
+    return {prompt: torch.cat(pieces) for prompt, pieces in parts.items()}
+
+
+def _relative_error(ours: Tensor, reference: Tensor) -> float:
+    return float((ours - reference).norm() / reference.norm())

@@ -1,0 +1,59 @@
+"""Greedy decoding in one process, with private memory: what the three processes must equal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from headwater.config import KvConfig
+from headwater.kv.layout import KvKind, KvLayout
+from headwater.kv.pages import KvPages
+from headwater.model.batch import Batch, SequenceChunk
+from headwater.model.spec import ModelSpec
+from headwater.model.transformer import Transformer
+from headwater.weights.loader import load_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def greedy(
+    model_dir: Path, shm_prefix: str, prompt: Sequence[int], num_tokens: int
+) -> list[tuple[int, float]]:
+    """The next `num_tokens` tokens and their log probabilities, on one thread, without stopping."""
+    spec = ModelSpec.load(model_dir)
+    store = load_weights(model_dir, spec.tensors(), shm_prefix=f"{shm_prefix}.reference")
+    model = Transformer(spec, store)
+    block_tokens = KvConfig().block_tokens
+    num_blocks = -(-(len(prompt) + num_tokens) // block_tokens)
+    pages = KvPages.allocate(
+        KvLayout(
+            KvKind(spec.kv.kind),
+            spec.num_layers,
+            num_blocks,
+            block_tokens,
+            spec.kv.num_kv_heads,
+            spec.kv.head_dim,
+            1,
+            spec.hidden_size,
+        )
+    )
+    blocks = tuple(range(num_blocks))
+    chunk, position, chosen = tuple(prompt), 0, []
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            for _ in range(num_tokens):
+                batch = Batch.build([SequenceChunk(chunk, position, blocks)], block_tokens)
+                scores = model.logits(model.forward(batch, pages)[-1:])[0]
+                token = int(scores.argmax())
+                chosen.append((token, float(torch.log_softmax(scores, 0)[token])))
+                position += len(chunk)
+                chunk = (token,)
+    finally:
+        torch.set_num_threads(num_threads)
+        store.close()
+    return chosen

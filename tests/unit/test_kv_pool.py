@@ -1,0 +1,198 @@
+"""The KV pool: leases, expiry, epochs, and blocks that a slow writer still holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headwater.errors import (
+    KvExhaustedError,
+    LeaseError,
+    PromptTooLongError,
+    SegmentError,
+    StaleEpochError,
+)
+from headwater.kv.layout import LAYOUT_VERSION, KvKind, KvLayout
+from headwater.kv.pool import KvPool
+from headwater.kv.writer import KvWriter
+from headwater.shm import Lifetime, Segment, SegmentKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LAYOUT = KvLayout(KvKind.GQA, 2, 8, 4, 2, 8, 4, 16)
+EPOCH = 77
+TTL_MS = 1000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def segment(shm_prefix: str) -> Iterator[Segment]:
+    with Segment.create(
+        f"{shm_prefix}.kv",
+        LAYOUT.payload_bytes,
+        kind=SegmentKind.KV,
+        lifetime=Lifetime.BOUND,
+        epoch=EPOCH,
+        layout_version=LAYOUT_VERSION,
+    ) as segment:
+        segment.mark_ready()
+        yield segment
+
+
+@pytest.fixture
+def pool(segment: Segment, clock: Clock) -> KvPool:
+    return KvPool(segment, LAYOUT, ttl_ms=TTL_MS, clock=clock)
+
+
+@pytest.fixture
+def writer(segment: Segment) -> Iterator[KvWriter]:
+    writer = KvWriter(segment.handle, LAYOUT)
+    yield writer
+    writer.close()
+
+
+def test_layout_parts_do_not_overlap() -> None:
+    ends = [
+        (0, LAYOUT.num_slots * 16),
+        (LAYOUT.hidden_offset, LAYOUT.num_slots * LAYOUT.hidden_size * 4),
+        (LAYOUT.layer_offset(0), LAYOUT.num_blocks * LAYOUT.block_bytes),
+        (LAYOUT.layer_offset(1), LAYOUT.num_blocks * LAYOUT.block_bytes),
+        (LAYOUT.payload_bytes, 0),
+    ]
+    for (start, size), (following, _) in itertools.pairwise(ends):
+        assert start + size <= following
+        assert following % 4096 == 0
+    assert LAYOUT.block_bytes == 2 * 4 * 2 * 8 * 2
+
+
+def test_blocks_are_lent_once_and_come_back(pool: KvPool) -> None:
+    first = pool.reserve("a", 9, 8)  # 16 tokens with KV: 4 blocks
+    second = pool.reserve("b", 13, 1)
+    assert len(first.block_ids) == 4
+    assert len(second.block_ids) == 4
+    assert sorted(first.block_ids + second.block_ids) == list(range(8))
+    with pytest.raises(KvExhaustedError, match="0 of 8 blocks"):
+        pool.reserve("c", 1, 1)
+    pool.release(EPOCH, [first.lease_id, 12345])
+    assert pool.num_free_blocks == 4
+    assert pool.reserve("c", 1, 1).generation > second.generation
+
+
+def test_what_never_fits_is_an_invalid_request(pool: KvPool) -> None:
+    with pytest.raises(PromptTooLongError, match="need 9 KV blocks, the pool has 8"):
+        pool.reserve("a", 30, 4)
+
+
+def test_slots_bound_the_leases(pool: KvPool) -> None:
+    for i in range(4):
+        pool.reserve(str(i), 1, 1)
+    with pytest.raises(KvExhaustedError, match="0 of 4 slots"):
+        pool.reserve("5", 1, 1)
+
+
+def test_leases_expire_unless_renewed(pool: KvPool, clock: Clock) -> None:
+    kept, lost = pool.reserve("kept", 1, 1), pool.reserve("lost", 1, 1)
+    clock.now = 0.9
+    assert pool.renew(EPOCH, [kept.lease_id]) == []
+    clock.now = 1.1
+    assert pool.renew(EPOCH, [kept.lease_id, lost.lease_id]) == [lost.lease_id]
+    assert (pool.num_leases, pool.num_free_blocks) == (1, 7)
+
+
+def test_other_epochs_are_refused(pool: KvPool) -> None:
+    lease = pool.reserve("a", 1, 1)
+    with pytest.raises(StaleEpochError, match="epoch 76"):
+        pool.renew(76, [lease.lease_id])
+    with pytest.raises(StaleEpochError):
+        pool.pin(76, lease.lease_id)
+    pool.release(76, [lease.lease_id])
+    assert pool.num_leases == 1
+
+
+def test_generation_needs_a_complete_prompt(pool: KvPool, writer: KvWriter, clock: Clock) -> None:
+    lease = pool.reserve("a", 1, 1)
+    with pytest.raises(LeaseError, match="not computed"):
+        pool.pin(EPOCH, lease.lease_id)
+    with writer.writing(lease):
+        writer.complete(lease)
+    assert pool.pin(EPOCH, lease.lease_id) == lease
+    with pytest.raises(LeaseError, match="uses it already"):
+        pool.pin(EPOCH, lease.lease_id)
+    # While generation runs, neither time nor a release from outside ends the lease.
+    clock.now = 1000.0
+    pool.sweep()
+    pool.release(EPOCH, [lease.lease_id])
+    assert pool.num_leases == 1
+    pool.finish(lease)
+    assert (pool.num_leases, pool.num_free_blocks) == (0, 8)
+
+
+def test_completion_does_not_leak_into_the_next_lease(pool: KvPool, writer: KvWriter) -> None:
+    for _ in range(LAYOUT.num_slots + 1):
+        lease = pool.reserve("a", 1, 1)
+        with pytest.raises(LeaseError, match="not computed"):
+            pool.pin(EPOCH, lease.lease_id)
+        with writer.writing(lease):
+            writer.complete(lease)
+        pool.release(EPOCH, [lease.lease_id])
+
+
+def test_blocks_of_a_slow_writer_stay_in_quarantine(
+    pool: KvPool, writer: KvWriter, clock: Clock
+) -> None:
+    lease = pool.reserve("slow", 32, 1)
+    with writer.writing(lease):
+        clock.now = 2.0
+        pool.sweep()
+        assert (pool.num_leases, pool.num_free_blocks, pool.num_quarantined_blocks) == (0, 0, 8)
+        with pytest.raises(KvExhaustedError):
+            pool.reserve("next", 1, 1)
+        with pytest.raises(LeaseError, match="expired"):
+            writer.check(lease)
+    assert pool.reserve("next", 1, 1)
+    assert pool.num_quarantined_blocks == 0
+    with pytest.raises(LeaseError, match="expired"), writer.writing(lease):
+        pytest.fail("an ended lease must not be written under")
+
+
+def test_one_writer_at_a_time(pool: KvPool, segment: Segment, writer: KvWriter) -> None:
+    lease = pool.reserve("a", 1, 1)
+    other = KvWriter(segment.handle, LAYOUT)
+    with (
+        writer.writing(lease),
+        pytest.raises(LeaseError, match="another prefill"),
+        other.writing(lease),
+    ):
+        pytest.fail("two writers under one lease")
+    other.close()
+
+
+def test_writer_and_reader_see_the_same_memory(segment: Segment, writer: KvWriter) -> None:
+    reader = KvWriter(segment.handle, LAYOUT)
+    writer.memory.pages.layers[1][3, 1, 2] = 5.0
+    writer.memory.hidden[2] = 7.0
+    assert reader.memory.pages.layers[1][3, 1, 2].sum() == 5.0 * 16
+    assert reader.memory.pages.layers[0].abs().sum() == 0.0
+    assert reader.memory.hidden.sum() == 7.0 * 16
+    reader.close()
+
+
+def test_a_stale_handle_is_refused(segment: Segment) -> None:
+    with pytest.raises(SegmentError, match="epoch"):
+        KvWriter(dataclasses.replace(segment.handle, epoch=EPOCH + 1), LAYOUT)
