@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <functional>
 #include <utility>
 
 #include "headwater/failure.hpp"
@@ -36,6 +37,11 @@ void check_expected(const std::string& name, const char* check, const std::optio
                          std::to_string(*expected) + ", found " + std::to_string(found) +
                          "; the handle is older or newer than the segment");
     }
+}
+
+bool is_plain(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
+           c == '_' || c == '-';
 }
 
 std::string hex(const Digest& digest) {
@@ -109,13 +115,12 @@ void check_attach(const std::string& name, const SegmentHeader& header,
 }  // namespace
 
 void check_segment_name(const std::string& name) {
-    const bool has_plain_chars = std::all_of(name.begin(), name.end(), [](unsigned char c) {
-        return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
-               c == '.' || c == '_' || c == '-';
-    });
-    if (name.empty() || name.size() > kMaxNameChars || !has_plain_chars || name == "." ||
-        name == "..") {
-        refuse(name.substr(0, kMaxNameChars),
+    if (name.empty() || name.size() > kMaxNameChars || name == "." || name == ".." ||
+        !std::all_of(name.begin(), name.end(), is_plain)) {
+        // Any bytes may have come in; a message must be text.
+        std::string printable = name.substr(0, kMaxNameChars);
+        std::replace_if(printable.begin(), printable.end(), std::not_fn(is_plain), '?');
+        refuse(printable,
                "check 'name' failed: a name has 1 to 200 characters A-Z a-z 0-9 . _ - and is "
                "neither '.' nor '..'");
     }

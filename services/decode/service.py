@@ -13,6 +13,7 @@ from headwater.services.decode.engine import DecodeEngine
 from headwater.services.decode.memory_servicer import MemoryServicer
 from headwater.services.decode.owner import MemoryOwner
 from headwater.services.decode.servicer import DecodeServicer
+from headwater.telemetry.metrics import observe
 from headwater.v1 import decode_service_pb2_grpc, memory_service_pb2_grpc
 
 if TYPE_CHECKING:
@@ -59,6 +60,15 @@ async def run(config: Config) -> None:
         engine = DecodeEngine(memory.model, memory.memory, max_batch=config.decode.max_batch)
         engine.start()
         servicer.engine = engine
+        observe(
+            lambda: {
+                "headwater.decode.running_requests": engine.num_running,
+                "headwater.decode.waiting_requests": engine.num_waiting,
+                "headwater.kv.free_blocks": memory.pool.num_free_blocks,
+                "headwater.kv.quarantined_blocks": memory.pool.num_quarantined_blocks,
+                "headwater.kv.leases": memory.pool.num_leases,
+            }
+        )
         sweeping = asyncio.create_task(owner.sweep_forever())
         await server.set_ready(True)
         await asyncio.wait((stopping, sweeping), return_when=asyncio.FIRST_COMPLETED)

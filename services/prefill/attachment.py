@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from headwater.errors import InternalError, SegmentError
+from headwater.errors import InternalError, InvalidRequestError, SegmentError
 from headwater.kv.writer import KvWriter
 from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
@@ -62,13 +62,16 @@ class Attachment:
     async def writer_for(self, lease: KvLease) -> tuple[Transformer, KvWriter]:
         """The model and the pool that the lease belongs to.
 
-        Raises SegmentError when the pool cannot be attached, UnavailableError when decode is away.
+        Raises SegmentError when the pool cannot be attached, UnavailableError when decode is away,
+        InvalidRequestError when the lease says another layout than earlier ones of its pool.
         """
         async with self._lock:
-            if self._writer is None or self._writer.handle.name != lease.segment.name:
+            if self._writer is None or self._writer.handle != lease.segment:
                 await self._attach_pool(lease)
             assert self._writer is not None
             assert self.model is not None
+            if self._writer.memory.layout != lease.layout:
+                raise InvalidRequestError("lease.layout", "is not the layout of the lease's pool")
             return self.model, self._writer
 
     async def close(self) -> None:

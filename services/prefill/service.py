@@ -11,6 +11,7 @@ from headwater.rpc.server import Registration, Server, stop_signal
 from headwater.services.prefill.attachment import Attachment
 from headwater.services.prefill.engine import PrefillEngine
 from headwater.services.prefill.servicer import PrefillServicer
+from headwater.telemetry.metrics import observe
 from headwater.v1 import prefill_service_pb2_grpc
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ async def run(config: Config) -> None:
     )
     await server.start()
     engine.start()
+    observe(
+        lambda: {
+            "headwater.prefill.running_requests": engine.num_running,
+            "headwater.prefill.waiting_requests": engine.num_waiting,
+            "headwater.prefill.prompt_tokens_per_second": engine.computed.per_second(),
+        }
+    )
     attaching = asyncio.create_task(attachment.attach_weights())
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -20,6 +20,7 @@ from headwater.services.router.abort import AbortSwitch
 from headwater.services.router.admission import Admission
 from headwater.services.router.answer import Answer, Stopwatch
 from headwater.services.router.leases import LeaseKeeper
+from headwater.telemetry.metrics import record_request
 from headwater.telemetry.rate import RateMeter
 from headwater.telemetry.tracing import span
 
@@ -140,7 +141,9 @@ class RouterCore:
         if last is None:
             raise InternalError(f"{self.decode.name} ended its stream without a finish reason")
         usage = Usage(len(prompt), answer.num_tokens, lease.cached_tokens)
-        yield dataclasses.replace(last, usage=usage, timings=watch.timings())
+        timings = watch.timings()
+        record_request(self.model.name, usage, timings)
+        yield dataclasses.replace(last, usage=usage, timings=timings)
 
     def _check_engines(self) -> None:
         """Fails at once, and by name, instead of after a time-out."""

@@ -249,7 +249,6 @@ def stable_prompts(model: PreTrainedModel, count: int, seed: int) -> Tensor:
         for ours, theirs in zip(exact, choices, strict=True):
             is_stable &= (ours == theirs).view(_NUM_CANDIDATES, -1).all(dim=1)
     stable = prompts[is_stable]
-    print("STABLE", len(stable))
     assert len(stable) >= count, f"only {len(stable)} of {_NUM_CANDIDATES} prompts are stable"
     return stable[:count]
 

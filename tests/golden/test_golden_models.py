@@ -46,7 +46,6 @@ def test_logits_match_transformers(
     model = load_model(golden.folder)
     pages = KvPages.allocate(_layout(model.spec))
     for prompt, logits in _run(model, pages, golden.prompts, SCHEDULES[schedule]).items():
-        print("ERR",_relative_error(logits, golden.logits[prompt]))
         assert _relative_error(logits, golden.logits[prompt]) < MAX_RELATIVE_ERROR
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headwater.cli.processes import ManagedProcess
 from headwater.config.sources import ENV_PREFIX
-from headwater.gateway import gateway_command
+from headwater.gateway import (
+    gateway_command,
+    gateway_environment,
+    gateway_not_ready_reason,
+)
 
 if TYPE_CHECKING:
     from headwater.config import Config
@@ -42,13 +44,18 @@ def processes(config: Config) -> dict[str, ManagedProcess]:
 def command_of(name: str, config: Config, config_path: Path) -> list[str]:
     """The command line of a process."""
     if name == GATEWAY:
-        return gateway_command(config)
+        return gateway_command(
+            listen=config.gateway.listen,
+            metrics_listen=config.gateway.metrics_listen,
+            router_address=config.router.listen,
+        )
     return [sys.executable, "-m", f"headwater.services.{name}", "--config", str(config_path)]
 
 
-def environment() -> dict[str, str]:
+def environment_of(name: str) -> dict[str, str]:
     """This environment without our settings: the processes read them from the written file."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
+    return gateway_environment(environ) if name == GATEWAY else environ
 
 
 def address_of(name: str, config: Config) -> str:
@@ -60,7 +67,7 @@ def address_of(name: str, config: Config) -> str:
 def is_serving(name: str, config: Config) -> bool:
     """Whether a process is ready for work."""
     if name == GATEWAY:
-        return _answers_http(f"http://{config.gateway.listen}/readiness")
+        return gateway_not_ready_reason(config.gateway.listen) is None
     with grpc.insecure_channel(
         address_of(name, config), options=(("grpc.enable_http_proxy", 0),)
     ) as channel:
@@ -70,13 +77,3 @@ def is_serving(name: str, config: Config) -> bool:
         except grpc.RpcError:
             return False
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _answers_http(url: str) -> bool:
-    # No proxy from the environment: this is a process of ours on this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=PROBE_SECONDS) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False

@@ -47,7 +47,9 @@ def up(arguments: argparse.Namespace, config: Config) -> int:
         }
         for name, process in members.items():
             if process.pid() is None:
-                process.start(stack.command_of(name, config, config_path), stack.environment())
+                process.start(
+                    stack.command_of(name, config, config_path), stack.environment_of(name)
+                )
         _follow_loading(config, members["decode"], deadline)
         for name, process in members.items():
             _wait_until_serving(name, process, config, deadline)

@@ -1,0 +1,103 @@
+"""The default model against transformers on the GGUF it was made from, over ordinary English.
+
+Measured on 2 Zen 4 cores, 1,245 positions (TO BE FILLED).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from headwater.convert.default_model import ensure_default_model, find_default_gguf
+from headwater.convert.gguf import Format
+from headwater.kv.layout import KvLayout
+from headwater.kv.pages import KvPages
+from headwater.model.batch import Batch, SequenceChunk
+from headwater.model.transformer import Transformer
+
+TEXT = Path(__file__).parent.parent / "data" / "english.txt"
+BLOCK_TOKENS = 16
+# Logits of the whole text at once would take 250 MB.
+ROWS_AT_ONCE = 256
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the converted model is kept; a folder that outlives the tests saves converting it."""
+    configured = os.environ.get("HEADWATER_CACHE_DIR")
+    return Path(configured) if configured else tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def token_ids(cache_dir: Path) -> Tensor:
+    """The text, int64 [T]."""
+    folder = ensure_default_model(cache_dir, "bf16")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return torch.tensor(tokenizer.encode(TEXT.read_text(), add_special_tokens=False).ids)
+
+
+@pytest.fixture(scope="session")
+def reference(token_ids: Tensor) -> Tensor:
+    """transformers' logprobs of every position, FP32 [T, vocabulary]."""
+    gguf = find_default_gguf()
+    model = LlamaForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    ).eval()
+    with torch.inference_mode():
+        return model(token_ids[None], use_cache=False).logits[0].log_softmax(dim=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fmt", "min_top1_agreement", "max_logprob_difference"),
+    [("bf16", 0.99, 0.02), ("fp8", 0.95, 0.1)],
+)
+def test_agrees_with_transformers(
+    fmt: Format,
+    min_top1_agreement: float,
+    max_logprob_difference: float,
+    cache_dir: Path,
+    token_ids: Tensor,
+    reference: Tensor,
+    load_model: Callable[[Path], Transformer],
+) -> None:
+    assert len(token_ids) > 1000
+    model = load_model(ensure_default_model(cache_dir, fmt))
+    hidden = _hidden_states(model, token_ids)
+    num_agreeing = 0
+    differences: list[Tensor] = []
+    for first in range(0, len(token_ids), ROWS_AT_ONCE):
+        ours = model.logits(hidden[first : first + ROWS_AT_ONCE]).log_softmax(dim=-1)
+        theirs = reference[first : first + ROWS_AT_ONCE]
+        num_agreeing += int((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).sum())
+        chosen = token_ids[first + 1 : first + 1 + ROWS_AT_ONCE, None]
+        rows = len(chosen)
+        differences.append((ours[:rows].gather(1, chosen) - theirs[:rows].gather(1, chosen)).abs())
+    print(
+        "RESULT", fmt, len(token_ids), num_agreeing / len(token_ids), torch.cat(differences).mean()
+    )
+    assert num_agreeing / len(token_ids) >= min_top1_agreement
+    assert torch.cat(differences).mean() <= max_logprob_difference
+
+
+def _hidden_states(model: Transformer, token_ids: Tensor) -> Tensor:
+    num_blocks = -(-len(token_ids) // BLOCK_TOKENS)
+    layout = KvLayout(
+        kind=model.spec.kv.kind,
+        num_layers=model.spec.num_layers,
+        num_blocks=num_blocks,
+        block_tokens=BLOCK_TOKENS,
+        num_kv_heads=model.spec.kv.num_kv_heads,
+        head_dim=model.spec.kv.head_dim,
+        num_slots=1,
+        hidden_size=model.spec.hidden_size,
+    )
+    chunk = SequenceChunk(token_ids.tolist(), 0, list(range(num_blocks)))
+    return model.forward(Batch.build([chunk], BLOCK_TOKENS), KvPages.allocate(layout))

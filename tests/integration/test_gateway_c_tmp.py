@@ -1,0 +1,276 @@
+"""SMG in front of our router, with scripted engines behind it: what HTTP clients get."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from headwater.errors import ResourceError, UnavailableError
+from headwater.gateway import gateway_command, gateway_environment, gateway_not_ready_reason
+from headwater.rpc.server import Server
+from headwater.services.router.router import Router, build_router
+from headwater.services.router.text.tokenizer import Tokenizer
+from tests.integration.fake_engines import (
+    EOS_TOKEN_ID,
+    FakeDecode,
+    FakePrefill,
+    serving_decode,
+    serving_prefill,
+)
+from tests.integration.stack import free_port
+
+MODEL_DIR = Path(__file__).parents[1] / "data" / "text_model"
+MODEL_NAME = "tiny"
+ANSWER = " Paris. 😀 Then stop here, and go on."
+
+
+@dataclass
+class Stack:
+    """Fakes, router and gateway, all running."""
+
+    prefill: FakePrefill
+    decode: FakeDecode
+    router: Router
+    openai: openai.AsyncOpenAI
+    anthropic: anthropic.AsyncAnthropic
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    tokenizer = Tokenizer.load(MODEL_DIR)
+    script = [*tokenizer.encode(ANSWER, add_special_tokens=False), EOS_TOKEN_ID]
+    prefill, decode = FakePrefill(), FakeDecode(script=script)
+    async with contextlib.AsyncExitStack() as exits:
+        prefill_engine = await exits.enter_async_context(serving_prefill(prefill))
+        decode_engine = await exits.enter_async_context(serving_decode(decode))
+        router = build_router(
+            MODEL_DIR,
+            MODEL_NAME,
+            prefill_engine.address,
+            decode_engine.address,
+            max_running=4,
+            max_waiting=2,
+        )
+        server = Server("127.0.0.1:0", router.registrations)
+        router_port = await server.start()
+        exits.push_async_callback(router.stop)
+        exits.push_async_callback(server.stop, 0)
+        exits.callback(router.drain)
+        router.start()
+        port = free_port()
+        base_url = f"http://127.0.0.1:{port}"
+        openai_client = openai.AsyncOpenAI(
+            base_url=f"{base_url}/v1", api_key="unused", max_retries=0
+        )
+        anthropic_client = anthropic.AsyncAnthropic(
+            base_url=base_url, api_key="unused", max_retries=0
+        )
+        await exits.enter_async_context(openai_client)
+        await exits.enter_async_context(anthropic_client)
+        process = await exits.enter_async_context(_gateway(port, router_port, tmp_path))
+        await _until_ready(f"127.0.0.1:{port}", process)
+        yield Stack(prefill, decode, router, openai_client, anthropic_client)
+
+
+@contextlib.asynccontextmanager
+async def _gateway(
+    port: int, router_port: int, log_dir: Path
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    command = gateway_command(
+        listen=f"127.0.0.1:{port}",
+        metrics_listen=f"127.0.0.1:{free_port()}",
+        router_address=f"127.0.0.1:{router_port}",
+        grace_seconds=1,
+    )
+    with (log_dir / "gateway.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=log, stderr=log, env=gateway_environment(os.environ)
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _until_ready(listen: str, process: asyncio.subprocess.Process) -> None:
+    """Asks the gateway until it is ready; there is nothing else to wait on."""
+    while await asyncio.to_thread(gateway_not_ready_reason, listen) is not None:
+        assert process.returncode is None, "the gateway ended"
+        await asyncio.sleep(0.05)
+
+
+async def test_chat_completion(stack: Stack) -> None:
+    reply = await stack.openai.chat.completions.create(
+        model=MODEL_NAME, messages=[{"role": "user", "content": "Hello"}]
+    )
+    assert reply.choices[0].message.content == ANSWER
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None
+    (request,) = stack.decode.requests
+    assert reply.usage.prompt_tokens == len(request.prompt_token_ids)
+    assert reply.usage.completion_tokens == len(stack.decode.script)
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens == 1
+    prompt = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = stack.router.core.model.tokenizer
+    assert tuple(request.prompt_token_ids) == tokenizer.encode(prompt, add_special_tokens=False)
+
+
+async def test_streamed_chat_ends_at_a_stop_string(stack: Stack) -> None:
+    pieces = []
+    finish_reason = None
+    usage = None
+    async for chunk in await stack.openai.chat.completions.create(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": "Hello"}],
+        stop=["stop here"],
+        stream=True,
+        stream_options={"include_usage": True},
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            pieces.append(choice.delta.content or "")
+            finish_reason = choice.finish_reason or finish_reason
+    assert "".join(pieces) == ANSWER.partition("stop here")[0]
+    assert len([piece for piece in pieces if piece]) > 3
+    assert finish_reason == "stop"
+    assert usage is not None
+    assert usage.completion_tokens < len(stack.decode.script)
+    await stack.decode.freed.wait()
+
+
+async def test_completion(stack: Stack) -> None:
+    reply = await stack.openai.completions.create(
+        model=MODEL_NAME, prompt="The capital of France is", max_tokens=2, temperature=0, seed=-1
+    )
+    assert reply.choices[0].text == " Paris."
+    assert reply.choices[0].finish_reason == "length"
+    (request,) = stack.decode.requests
+    assert request.sampling.temperature == 0
+    assert request.sampling.top_p == 1
+    assert request.sampling.max_tokens == 2
+
+
+async def test_log_probabilities(stack: Stack) -> None:
+    reply = await stack.openai.chat.completions.create(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": "Hello"}],
+        logprobs=True,
+        top_logprobs=2,
+        max_tokens=2,
+    )
+    assert reply.choices[0].logprobs is not None
+    assert reply.choices[0].logprobs.content is not None
+    assert [entry.token for entry in reply.choices[0].logprobs.content] == [" Paris", "."]
+    assert [len(entry.top_logprobs) for entry in reply.choices[0].logprobs.content] == [2, 2]
+
+
+async def test_a_stop_token_is_not_text(stack: Stack) -> None:
+    stop_id = stack.router.core.model.tokenizer.token_id("\u0120and")
+    assert stop_id in stack.decode.script
+    reply = await stack.openai.chat.completions.create(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": "Hello"}],
+        extra_body={"stop_token_ids": [stop_id]},
+    )
+    assert reply.choices[0].message.content == ANSWER.partition(" and")[0]
+
+
+async def test_anthropic_message(stack: Stack) -> None:
+    reply = await stack.anthropic.messages.create(
+        model=MODEL_NAME, max_tokens=50, messages=[{"role": "user", "content": "Hello"}]
+    )
+    (block,) = reply.content
+    assert block.type == "text"
+    assert block.text == ANSWER
+    assert reply.stop_reason == "end_turn"
+    assert reply.usage.output_tokens == len(stack.decode.script)
+
+
+async def test_streamed_anthropic_message(stack: Stack) -> None:
+    async with stack.anthropic.messages.stream(
+        model=MODEL_NAME,
+        max_tokens=50,
+        stop_sequences=["stop here"],
+        messages=[{"role": "user", "content": "Hello"}],
+    ) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
+        message = await stream.get_final_message()
+    assert text == ANSWER.partition("stop here")[0]
+    assert message.stop_reason == "stop_sequence"
+    assert message.stop_sequence == "stop here"
+
+
+async def test_what_is_not_offered_is_refused_with_the_reason(stack: Stack) -> None:
+    async def refusal(**options: Any) -> str:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await stack.openai.chat.completions.create(
+                model=MODEL_NAME, messages=[{"role": "user", "content": "Hello"}], **options
+            )
+        return str(caught.value)
+
+    assert "ask for at most 495" in await refusal(max_tokens=2000)
+    assert "only one answer per request" in await refusal(n=2)
+    assert "not offered yet" in await refusal(response_format={"type": "json_object"})
+    assert not stack.decode.requests
+
+
+async def test_full_pool_and_lost_engine_have_their_own_status(stack: Stack) -> None:
+    async def ask() -> str | None:
+        reply = await stack.openai.chat.completions.create(
+            model=MODEL_NAME, messages=[{"role": "user", "content": "Hello"}]
+        )
+        return reply.choices[0].message.content
+
+    stack.prefill.error = ResourceError("too many prompts wait")
+    with pytest.raises(openai.RateLimitError, match="too many prompts wait"):
+        await ask()
+    stack.prefill.error = UnavailableError("stopping")
+    for _ in range(12):  # more often than a circuit breaker would forgive
+        with pytest.raises(openai.InternalServerError, match=r"prefill at .* retry") as caught:
+            await ask()
+        assert caught.value.status_code == 503
+    stack.prefill.error = None
+    assert await ask() == ANSWER
+
+
+async def test_client_that_goes_away_stops_the_stream(stack: Stack) -> None:
+    stack.decode.gate.clear()
+    print("BEGIN", flush=True)
+    stream = await stack.openai.chat.completions.create(
+        model=MODEL_NAME, messages=[{"role": "user", "content": "Hello"}], stream=True
+    )
+    print("CREATED", flush=True)
+    await stack.decode.started.wait()
+    print("STARTED", flush=True)
+    await stream.close()
+    print("CLOSED", flush=True)
+    await stack.decode.cancelled.wait()
+    print("CANC", flush=True)
+    await stack.decode.freed.wait()
+
+
+async def test_client_that_goes_away_stops_the_prefill(stack: Stack) -> None:
+    stack.prefill.gate.clear()
+    asking = asyncio.create_task(
+        stack.openai.chat.completions.create(
+            model=MODEL_NAME, messages=[{"role": "user", "content": "Hello"}]
+        )
+    )
+    await stack.prefill.started.wait()
+    asking.cancel()
+    await stack.prefill.cancelled.wait()
+    await stack.decode.freed.wait()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
