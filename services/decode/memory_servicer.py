@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headwater.errors import InvalidRequestError
+from headwater.errors import InvalidRequestError, PromptTooLongError
 from headwater.generation import check_request_id
 from headwater.v1 import memory_service_pb2 as pb
 from headwater.v1 import memory_service_pb2_grpc, weights_pb2
@@ -51,7 +51,15 @@ class MemoryServicer(memory_service_pb2_grpc.MemoryServiceServicer):
         for name in ("prompt_tokens", "max_new_tokens"):
             if getattr(request, name) < 1:
                 raise InvalidRequestError(name, "must be at least 1, got 0")
-        lease = self._owner.ready().pool.reserve(
+        memory = self._owner.ready()
+        num_tokens = request.prompt_tokens + request.max_new_tokens
+        if num_tokens > memory.spec.max_context_tokens:
+            raise PromptTooLongError(
+                "prompt_tokens",
+                f"{request.prompt_tokens} prompt tokens and {request.max_new_tokens} new ones are "
+                f"{num_tokens}, the model's context holds {memory.spec.max_context_tokens}",
+            )
+        lease = memory.pool.reserve(
             request.request_id, request.prompt_tokens, request.max_new_tokens
         )
         return pb.ReserveKvResponse(lease=kv_lease_to_pb(lease))

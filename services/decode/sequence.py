@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from headwater.errors import HeadwaterError
     from headwater.generation import SamplingParams
     from headwater.kv.lease import KvLease
+    from headwater.model.spec import ModelSpec
 
 
 @dataclass(slots=True)
@@ -40,17 +41,18 @@ class Sequence:
         lease: KvLease,
         prompt: tuple[int, ...],
         params: SamplingParams,
-        eos_token_ids: tuple[int, ...],
+        spec: ModelSpec,
         emit: Callable[[TokenEvent | HeadwaterError], None],
     ) -> Sequence:
-        """A sequence that may generate as many tokens as asked for and as its lease holds."""
-        room = lease.capacity_tokens - len(prompt) + 1
+        """A sequence that may generate as many tokens as asked for, and as lease and model hold."""
+        # The last token is never attended to, so it needs no KV.
+        room = min(lease.capacity_tokens + 1, spec.max_context_tokens) - len(prompt)
         return cls(
             request_id=request_id,
             lease=lease,
             num_prompt_tokens=len(prompt),
             max_tokens=min(room, params.max_tokens or room),
-            sampler=SamplerState.create(params, prompt, eos_token_ids),
+            sampler=SamplerState.create(params, prompt, spec.eos_token_ids),
             emit=emit,
         )
 

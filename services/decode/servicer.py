@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from headwater.generation import SamplingParams
     from headwater.kv.lease import KvLease
+    from headwater.model.spec import ModelSpec
     from headwater.rpc.interceptor import Context
     from headwater.services.decode.engine import DecodeEngine
     from headwater.services.decode.owner import MemoryOwner
@@ -42,7 +43,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         params = self._checked_sampling(request)
         lease = memory.pool.pin(request.epoch, request.lease_id)
         try:
-            prompt = _checked_prompt(request, lease, memory.spec.vocab_size)
+            prompt = _checked_prompt(request, lease, memory.spec)
             with span("decode", {"headwater.request_id": request.request_id}):
                 async for event in self._events(request.request_id, lease, prompt, params):
                     yield _event_to_pb(event)
@@ -93,7 +94,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             lease,
             prompt,
             params,
-            self._owner.ready().spec.eos_token_ids,
+            self._owner.ready().spec,
             emit=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),
         )
         self.engine.submit(sequence)
@@ -119,16 +120,17 @@ async def _wait_for_end(events: asyncio.Queue[TokenEvent | HeadwaterError]) -> N
 
 
 def _checked_prompt(
-    request: pb.DecodeServiceGenerateRequest, lease: KvLease, vocab_size: int
+    request: pb.DecodeServiceGenerateRequest, lease: KvLease, spec: ModelSpec
 ) -> tuple[int, ...]:
     prompt = tuple(request.prompt_token_ids)
-    if not 1 <= len(prompt) <= lease.capacity_tokens:
+    longest = min(lease.capacity_tokens, spec.max_context_tokens - 1)
+    if not 1 <= len(prompt) <= longest:
         raise InvalidRequestError(
             "prompt_token_ids",
-            f"must be 1 to {lease.capacity_tokens} tokens, as the lease holds, got {len(prompt)}",
+            f"must be 1 to {longest} tokens, as lease and model hold, got {len(prompt)}",
         )
     for token_id in prompt:
-        check_token_id("prompt_token_ids", token_id, vocab_size)
+        check_token_id("prompt_token_ids", token_id, spec.vocab_size)
     return prompt
 
 

@@ -71,11 +71,10 @@ class FakePrefill(prefill_service_pb2_grpc.PrefillServiceServicer):
 class FakeDecode(
     decode_service_pb2_grpc.DecodeServiceServicer, memory_service_pb2_grpc.MemoryServiceServicer
 ):
-    """Leases up to `num_leases` at once and plays `script`; waits at `gate` after two tokens."""
+    """Grants leases and plays `script`; after two tokens each one takes a permit."""
 
     script: list[int] = field(default_factory=list)
-    gate: asyncio.Event = field(default_factory=_open_gate)
-    num_leases: int = 16
+    permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(10_000))
     ttl_ms: int = 30_000
     epoch: int = 7
     reserve_errors: list[HeadwaterError] = field(default_factory=list)
@@ -141,9 +140,9 @@ class FakeDecode(
     ) -> AsyncIterator[decode_service_pb2.DecodeServiceGenerateResponse]:
         limit = min(len(self.script), request.sampling.max_tokens)
         for position, token_id in enumerate(self.script[:limit]):
-            if position == 2:
+            if position >= 2:
                 self.started.set()
-                await self.gate.wait()
+                await self.permits.acquire()
             stops = {EOS_TOKEN_ID, *request.sampling.stop_token_ids}
             is_stop = token_id in stops and not request.sampling.ignore_eos
             reason = generation_pb2.FINISH_REASON_UNSPECIFIED

@@ -246,12 +246,15 @@ async def test_full_pool_and_lost_engine_have_their_own_status(stack: Stack) -> 
 
 
 async def test_client_that_goes_away_stops_the_stream(stack: Stack) -> None:
-    stack.decode.gate.clear()
+    stack.decode.permits = asyncio.Semaphore(0)
     stream = await stack.openai.chat.completions.create(
         model=MODEL_NAME, messages=[{"role": "user", "content": "Hello"}], stream=True
     )
     await stack.decode.started.wait()
     await stream.close()
+    # The gateway finds out when it wants to pass on the next token, or the one after.
+    for _ in range(4):
+        stack.decode.permits.release()
     await stack.decode.cancelled.wait()
     await stack.decode.freed.wait()
 

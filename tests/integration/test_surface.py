@@ -124,6 +124,13 @@ def test_engines_refuse_what_only_a_broken_router_would_send(shared_stack: Stack
                 "prompt_tokens",
             ),
             (
+                lambda: memory.ReserveKv(
+                    memory_service_pb2.ReserveKvRequest(prompt_tokens=512, max_new_tokens=1)
+                ),
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the model's context holds 512",
+            ),
+            (
                 lambda: memory.RenewKv(memory_service_pb2.RenewKvRequest(epoch=3)),
                 grpc.StatusCode.ABORTED,
                 "epoch 3",

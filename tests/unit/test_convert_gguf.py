@@ -125,7 +125,7 @@ def test_sliced_experts_are_the_dense_network(dtype: type) -> None:
     x: Array = random.standard_normal(HIDDEN).astype(dtype)
 
     def ffn(gate: Array, up: Array, down: Array) -> Array:
-        gated = gate.astype(dtype) @ x
+        gated: Array = gate.astype(dtype) @ x
         hidden: Array = gated / (1 + np.exp(-gated)) * (up.astype(dtype) @ x)
         return np.asarray(down.astype(dtype) @ hidden)
 

@@ -88,6 +88,9 @@ def _convert(
         shutil.rmtree(remains)  # of a converter that was killed; we hold the lock it held
     convert_gguf(gguf_path, folder, fmt, on_progress)
     # Until the manifest is there the folder counts as damaged, so a crash in between is harmless.
+    # It vouches for sizes and times only, so the contents must have reached the disk before it.
+    for path in folder.iterdir():
+        _flush_to_disk(path)
     _write_manifest(folder, fmt, {p.name: _record(p) for p in sorted(folder.iterdir())})
 
 
@@ -149,6 +152,11 @@ def _write_manifest(folder: Path, fmt: Format, records: dict[str, _FileRecord]) 
 def _record(path: Path) -> _FileRecord:
     status = path.stat()
     return _FileRecord(status.st_size, status.st_mtime_ns, _sha256(path))
+
+
+def _flush_to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _sha256(path: Path) -> str:
