@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import TYPE_CHECKING
 
 from headwater.errors import HeadwaterError, InvalidRequestError
 from headwater.generation import TokenEvent, check_request_id, check_token_id
+from headwater.rpc.bridge import EventBridge
 from headwater.services.decode.sequence import Sequence
 from headwater.telemetry.tracing import span
 from headwater.v1 import decode_service_pb2 as pb
@@ -87,36 +89,35 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[TokenEvent]:
         """Runs a sequence; when the caller goes away, waits until the engine has let go of it."""
         assert self.engine is not None, "the memory is ready, so the engine runs"
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[TokenEvent | HeadwaterError] = asyncio.Queue()
+        bridge: EventBridge[TokenEvent] = EventBridge()
         sequence = Sequence.create(
             request_id,
             lease,
             prompt,
             params,
             self._owner.ready().spec,
-            emit=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),
+            emit=bridge.emit,
         )
         self.engine.submit(sequence)
         is_over = False
         try:
             while not is_over:
-                event = await events.get()
-                is_over = isinstance(event, HeadwaterError) or event.finish_reason is not None
-                if isinstance(event, HeadwaterError):
-                    raise event
+                event = await bridge.next()
+                is_over = event.finish_reason is not None
                 yield event
+        except HeadwaterError:
+            is_over = True
+            raise
         finally:
             if not is_over:
                 sequence.is_cancelled = True
-                await asyncio.shield(_wait_for_end(events))
+                await asyncio.shield(_wait_for_end(bridge))
 
 
-async def _wait_for_end(events: asyncio.Queue[TokenEvent | HeadwaterError]) -> None:
-    while True:
-        event = await events.get()
-        if isinstance(event, HeadwaterError) or event.finish_reason is not None:
-            return
+async def _wait_for_end(bridge: EventBridge[TokenEvent]) -> None:
+    with contextlib.suppress(HeadwaterError):
+        while (await bridge.next()).finish_reason is None:
+            pass
 
 
 def _checked_prompt(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from typing import TYPE_CHECKING
 
-from headwater.errors import HeadwaterError, InvalidRequestError, UnavailableError
+from headwater.errors import InvalidRequestError, UnavailableError
 from headwater.generation import check_request_id, check_token_id
+from headwater.rpc.bridge import EventBridge
 from headwater.services.prefill.job import PrefillDone, PrefillJob, PrefillProgress
 from headwater.telemetry.tracing import span
 from headwater.v1 import prefill_service_pb2 as pb
@@ -42,25 +42,18 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         lease = kv_lease_from_pb(request.lease)
         model, writer = await self._attachment.writer_for(lease)
         token_ids = self._checked_prompt(request, lease)
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[PrefillProgress | PrefillDone | HeadwaterError] = asyncio.Queue()
-        job = PrefillJob(
-            request.request_id,
-            token_ids,
-            lease,
-            model,
-            writer,
-            emit=lambda event: loop.call_soon_threadsafe(events.put_nowait, event),
-        )
-        attributes = {
+        bridge: EventBridge[PrefillProgress | PrefillDone] = EventBridge()
+        job = PrefillJob(request.request_id, token_ids, lease, model, writer, bridge.emit)
+        attributes: dict[str, str | int] = {
             "headwater.request_id": request.request_id,
             "headwater.prompt_tokens": len(token_ids),
         }
         with span("prefill", attributes):
             self._engine.submit(job)
             try:
-                async for event in _until_done(events):
-                    yield _event_to_pb(event)
+                while isinstance(event := await bridge.next(), PrefillProgress):
+                    yield _progress_to_pb(event)
+                yield _done_to_pb(event)
             finally:
                 job.cancelled.set()
 
@@ -94,29 +87,19 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         return token_ids
 
 
-async def _until_done(
-    events: asyncio.Queue[PrefillProgress | PrefillDone | HeadwaterError],
-) -> AsyncIterator[PrefillProgress | PrefillDone]:
-    while True:
-        event = await events.get()
-        if isinstance(event, HeadwaterError):
-            raise event
-        yield event
-        if isinstance(event, PrefillDone):
-            return
-
-
-def _event_to_pb(event: PrefillProgress | PrefillDone) -> pb.PrefillResponse:
-    if isinstance(event, PrefillProgress):
-        return pb.PrefillResponse(
-            progress=pb.PrefillProgress(
-                done_token_layers=event.done, total_token_layers=event.total
-            )
+def _progress_to_pb(progress: PrefillProgress) -> pb.PrefillResponse:
+    return pb.PrefillResponse(
+        progress=pb.PrefillProgress(
+            done_token_layers=progress.done, total_token_layers=progress.total
         )
+    )
+
+
+def _done_to_pb(done: PrefillDone) -> pb.PrefillResponse:
     return pb.PrefillResponse(
         done=pb.PrefillDone(
-            computed_tokens=event.computed_tokens,
-            queue_seconds=event.queue_seconds,
-            compute_seconds=event.compute_seconds,
+            computed_tokens=done.computed_tokens,
+            queue_seconds=done.queue_seconds,
+            compute_seconds=done.compute_seconds,
         )
     )

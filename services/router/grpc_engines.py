@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
 from headwater.errors import (
     CancelledError,
+    DeadlineError,
     HeadwaterError,
     LeaseError,
     UnavailableError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from headwater.generation import SamplingParams
+    from headwater.v1 import kv_pb2
 
 # Calls that need no computation: an engine that takes longer is not well.
 _CONTROL_SECONDS = 10.0
@@ -71,10 +73,16 @@ class Peer:
     ) -> Any:
         """One unary call that ends soon; raises what `error` makes of its failure."""
         left = _seconds_left(deadline)
-        timeout = _CONTROL_SECONDS if left is None else min(left, _CONTROL_SECONDS)
+        is_ours = left is None or left > _CONTROL_SECONDS
+        timeout = _CONTROL_SECONDS if is_ours else left
         try:
             return await method(request, timeout=timeout, metadata=outgoing_metadata())
         except grpc.aio.AioRpcError as failure:
+            if is_ours and failure.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise UnavailableError(
+                    f"{self.name} at {self.address} did not answer within {_CONTROL_SECONDS:g} s "
+                    f"while {doing}; the request was not completed; retry"
+                ) from failure
             raise self.error(failure, doing) from failure
 
     def error(self, failure: grpc.aio.AioRpcError, doing: str) -> HeadwaterError:
@@ -91,6 +99,8 @@ class Peer:
                 f"{self.name} at {self.address} lost the request's KV lease while {doing} "
                 f"({error}); the request was not completed; retry"
             )
+        if isinstance(error, DeadlineError):
+            return DeadlineError(f"the request's deadline passed while {self.name} was {doing}")
         return error
 
 
@@ -106,7 +116,7 @@ class GrpcPrefill(Peer):
     ) -> AsyncGenerator[float, None]:
         """See PrefillEngine."""
         request = prefill_service_pb2.PrefillRequest(
-            request_id=request_id, token_ids=token_ids, lease=lease.handle
+            request_id=request_id, token_ids=token_ids, lease=cast("kv_pb2.KvLease", lease.handle)
         )
         with span("router.prefill"):
             call = self._service.Prefill(

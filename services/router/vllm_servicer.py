@@ -37,7 +37,6 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._core = core
         self._started_at = time.monotonic()
         self._last_receive_unix_seconds = time.time()
-        self._archive: asyncio.Future[TokenizerArchive] | None = None
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -143,11 +142,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         """The tokenizer files as a zip, in chunks."""
-        if self._archive is None:
-            self._archive = asyncio.ensure_future(
-                asyncio.to_thread(TokenizerArchive.build, self._core.model.model_dir)
-            )
-        archive = await asyncio.shield(self._archive)
+        archive = await asyncio.to_thread(TokenizerArchive.build, self._core.model.model_dir)
         for data, sha256 in archive.chunks():
             yield common_pb2.GetTokenizerChunk(data=data, sha256=sha256)
 

@@ -20,7 +20,7 @@ from headwater.wire.generation import (
 from headwater.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
     from types import TracebackType
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
@@ -54,7 +54,7 @@ class Client:
         sampling: SamplingParams | None = None,
         *,
         timeout_seconds: float | None = None,
-    ) -> AsyncIterator[TextEvent]:
+    ) -> AsyncGenerator[TextEvent, None]:
         """Continues a text or a list of token ids.
 
         Raises the HeadwaterError that the service reports.
@@ -73,7 +73,7 @@ class Client:
         sampling: SamplingParams | None = None,
         *,
         timeout_seconds: float | None = None,
-    ) -> AsyncIterator[TextEvent]:
+    ) -> AsyncGenerator[TextEvent, None]:
         """Answers a conversation of (role, content) turns.
 
         Raises the HeadwaterError that the service reports.
@@ -89,7 +89,7 @@ class Client:
         request: router_service_pb2.GenerateRequest,
         sampling: SamplingParams | None,
         timeout_seconds: float | None,
-    ) -> AsyncIterator[TextEvent]:
+    ) -> AsyncGenerator[TextEvent, None]:
         if sampling is not None:
             request.sampling.CopyFrom(sampling_to_pb(sampling))
         call = self._router.Generate(request, timeout=timeout_seconds, metadata=outgoing_metadata())

@@ -55,13 +55,13 @@ class HeadwaterError(Exception):
 class ConfigError(HeadwaterError):
     """A setting is missing, unknown or out of range."""
 
-    status = "FAILED_PRECONDITION"
+    status: ClassVar[StatusName] = "FAILED_PRECONDITION"
 
 
 class InvalidRequestError(HeadwaterError):
     """A request field holds a value that is not allowed; `field` is its path in the request."""
 
-    status = "INVALID_ARGUMENT"
+    status: ClassVar[StatusName] = "INVALID_ARGUMENT"
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -76,49 +76,49 @@ class PromptTooLongError(InvalidRequestError):
 class CheckpointError(HeadwaterError):
     """A model folder is incomplete, broken or of an unknown kind."""
 
-    status = "FAILED_PRECONDITION"
+    status: ClassVar[StatusName] = "FAILED_PRECONDITION"
 
 
 class SegmentError(HeadwaterError):
     """A shared-memory segment fails a check and is not used."""
 
-    status = "FAILED_PRECONDITION"
+    status: ClassVar[StatusName] = "FAILED_PRECONDITION"
 
 
 class SegmentExistsError(SegmentError):
     """A segment of that name exists already."""
 
-    status = "ALREADY_EXISTS"
+    status: ClassVar[StatusName] = "ALREADY_EXISTS"
 
 
 class SegmentNotFoundError(SegmentError):
     """No segment of that name exists."""
 
-    status = "NOT_FOUND"
+    status: ClassVar[StatusName] = "NOT_FOUND"
 
 
 class SharedMemoryFullError(SegmentError):
     """/dev/shm or memory cannot hold the segment."""
 
-    status = "RESOURCE_EXHAUSTED"
+    status: ClassVar[StatusName] = "RESOURCE_EXHAUSTED"
 
 
 class LeaseError(HeadwaterError):
     """A KV lease is unknown, released or expired."""
 
-    status = "NOT_FOUND"
+    status: ClassVar[StatusName] = "NOT_FOUND"
 
 
 class StaleEpochError(LeaseError):
     """A KV lease belongs to a pool that has been replaced."""
 
-    status = "ABORTED"
+    status: ClassVar[StatusName] = "ABORTED"
 
 
 class ResourceError(HeadwaterError):
     """No room at the moment; `retry_after_ms` says when another try makes sense."""
 
-    status = "RESOURCE_EXHAUSTED"
+    status: ClassVar[StatusName] = "RESOURCE_EXHAUSTED"
 
     def __init__(self, message: str, retry_after_ms: int = 500) -> None:
         super().__init__(message)
@@ -136,19 +136,19 @@ class QueueFullError(ResourceError):
 class UnavailableError(HeadwaterError):
     """A peer is down, still loading or stopping."""
 
-    status = "UNAVAILABLE"
+    status: ClassVar[StatusName] = "UNAVAILABLE"
 
 
 class DeadlineError(HeadwaterError):
     """The deadline passed before the work was done."""
 
-    status = "DEADLINE_EXCEEDED"
+    status: ClassVar[StatusName] = "DEADLINE_EXCEEDED"
 
 
 class CancelledError(HeadwaterError):
     """The caller cancelled."""
 
-    status = "CANCELLED"
+    status: ClassVar[StatusName] = "CANCELLED"
 
 
 class InternalError(HeadwaterError):

@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
+from headwater.model.spec import ModelSpec
+from headwater.model.transformer import Transformer
+from headwater.weights.loader import load_weights
+from headwater.weights.store import WeightsStore
 from tests.golden.golden_models import (
     MODELS,
     load_reference,
@@ -17,12 +23,6 @@ from tests.golden.golden_models import (
     save_fp8,
     stable_prompts,
 )
-from torch import Tensor
-
-from headwater.model.spec import ModelSpec
-from headwater.model.transformer import Transformer
-from headwater.weights.loader import load_weights
-from headwater.weights.store import WeightsStore
 
 NUM_PROMPTS = 3
 _SEED = 20
@@ -72,4 +72,5 @@ def load_model(shm_prefix: str) -> Iterator[Callable[[Path], Transformer]]:
     with torch.inference_mode():
         yield load
     for store in stores:
+        store.segment.unlink()
         store.close()

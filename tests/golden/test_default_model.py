@@ -47,11 +47,10 @@ def token_ids(cache_dir: Path) -> Tensor:
 def reference(token_ids: Tensor) -> Tensor:
     """transformers' logprobs of every position, FP32 [T, vocabulary]."""
     gguf = find_default_gguf()
-    model = LlamaForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    ).eval()
+    model = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     with torch.inference_mode():
-        return model(token_ids[None], use_cache=False).logits[0].log_softmax(dim=-1)
+        logits: Tensor = model(token_ids[None], use_cache=False).logits
+        return logits[0].log_softmax(dim=-1)
 
 
 @pytest.mark.slow
@@ -67,6 +66,7 @@ def test_agrees_with_transformers(
     token_ids: Tensor,
     reference: Tensor,
     load_model: Callable[[Path], Transformer],
+    record_property: Callable[[str, object], None],
 ) -> None:
     assert len(token_ids) > 1000
     model = load_model(ensure_default_model(cache_dir, fmt))
@@ -80,11 +80,12 @@ def test_agrees_with_transformers(
         chosen = token_ids[first + 1 : first + 1 + ROWS_AT_ONCE, None]
         rows = len(chosen)
         differences.append((ours[:rows].gather(1, chosen) - theirs[:rows].gather(1, chosen)).abs())
-    print(
-        "RESULT", fmt, len(token_ids), num_agreeing / len(token_ids), torch.cat(differences).mean()
-    )
-    assert num_agreeing / len(token_ids) >= min_top1_agreement
-    assert torch.cat(differences).mean() <= max_logprob_difference
+    top1_agreement = num_agreeing / len(token_ids)
+    logprob_difference = float(torch.cat(differences).mean())
+    record_property("top1_agreement", top1_agreement)
+    record_property("logprob_difference", logprob_difference)
+    assert top1_agreement >= min_top1_agreement
+    assert logprob_difference <= max_logprob_difference
 
 
 def _hidden_states(model: Transformer, token_ids: Tensor) -> Tensor:

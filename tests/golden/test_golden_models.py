@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.golden.conftest import Golden
-from tests.golden.golden_models import PROMPT_TOKENS
 from torch import Tensor
 
 from headwater.kv.layout import KvLayout
@@ -17,6 +15,8 @@ from headwater.model import ffn, gqa, mla, moe, transformer
 from headwater.model.batch import Batch, SequenceChunk
 from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
+from tests.golden.conftest import Golden
+from tests.golden.golden_models import PROMPT_TOKENS
 
 BLOCK_TOKENS = 8
 # Out of order, and not next to each other, as blocks of a used pool are.

@@ -17,7 +17,7 @@ ALPHABETS = {
     "cjk": "你好世界日本語한국어",
     "emoji": "😀🎉👩‍👩‍👧‍👦🇫🇷🏳️‍🌈",
     "combining": "e\u0301a\u0308o\u0302\u0323",
-    "astral": "𝔘𝔫𝔦𝔠𝔬𝔡𝔢\U0010ffff",
+    "astral": "\U0001f701\U00010348\U0010ffff",
     "replacement": "\ufffd",
 }
 

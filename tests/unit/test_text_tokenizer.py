@@ -52,7 +52,7 @@ def test_ids_outside_the_vocabulary_stand_for_nothing(tokenizer: Tokenizer) -> N
 
 def test_byte_fallback_spelling(tmp_path: Path) -> None:
     vocab = {"<unk>": 0, "<0xF0>": 1, "<0x9F>": 2, "\u2581Par": 3, "<0xGG>": 4, "is": 5}
-    content = {
+    content: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -117,5 +117,5 @@ def test_binary_file_is_named(tmp_path: Path) -> None:
 )
 def test_decoders_that_do_not_work_token_by_token_are_refused(tmp_path: Path, decoder: Any) -> None:
     _write_with_decoder(tmp_path, decoder)
-    with pytest.raises(CheckpointError, match="decoder: .* is not supported"):
+    with pytest.raises(CheckpointError, match=r"decoder: .* is not supported"):
         Tokenizer.load(tmp_path)

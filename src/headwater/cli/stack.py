@@ -17,6 +17,7 @@ from headwater.gateway import (
     gateway_environment,
     gateway_not_ready_reason,
 )
+from headwater.rpc.channel import open_blocking_channel
 
 if TYPE_CHECKING:
     from headwater.config import Config
@@ -68,9 +69,7 @@ def is_serving(name: str, config: Config) -> bool:
     """Whether a process is ready for work."""
     if name == GATEWAY:
         return gateway_not_ready_reason(config.gateway.listen) is None
-    with grpc.insecure_channel(
-        address_of(name, config), options=(("grpc.enable_http_proxy", 0),)
-    ) as channel:
+    with open_blocking_channel(address_of(name, config)) as channel:
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAMES[name])
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=PROBE_SECONDS)

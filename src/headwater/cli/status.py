@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from headwater.cli import stack
 from headwater.cli.table import print_table
+from headwater.rpc.channel import open_blocking_channel
 from headwater.shm import list_segments
 from headwater.v1 import (
     decode_service_pb2,
@@ -22,10 +23,12 @@ from headwater.v1 import (
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
     from headwater.config import Config
 
-_CALLS = {
+# Stub and request of each service's GetStatus.
+_CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], Callable[[], Any]]] = {
     "router": (
         router_service_pb2_grpc.RouterServiceStub,
         router_service_pb2.GetRouterStatusRequest,
@@ -67,9 +70,7 @@ def _state(name: str, config: Config) -> dict[str, Any]:
         state["pid"] = stack.processes(config)[name].pid()
         return state
     make_stub, make_request = _CALLS[name]
-    with grpc.insecure_channel(
-        state["address"], options=(("grpc.enable_http_proxy", 0),)
-    ) as channel:
+    with open_blocking_channel(state["address"]) as channel:
         try:
             reply = make_stub(channel).GetStatus(make_request(), timeout=stack.PROBE_SECONDS)
         except grpc.RpcError:

@@ -15,6 +15,7 @@ from headwater.cli.model import with_model
 from headwater.cli.progress import progress_bar
 from headwater.config import to_toml
 from headwater.errors import ConfigError, UnavailableError
+from headwater.rpc.channel import open_blocking_channel
 from headwater.v1 import memory_service_pb2, memory_service_pb2_grpc
 
 if TYPE_CHECKING:
@@ -87,9 +88,7 @@ def _follow_loading(config: Config, decode: ManagedProcess, deadline: float) -> 
     """Shows how the weights load; ends when they are there, or when decode does not answer yet."""
     with progress_bar("loading weights") as show:
         while time.monotonic() < deadline and decode.pid() is not None:
-            with grpc.insecure_channel(
-                config.decode.listen, options=(("grpc.enable_http_proxy", 0),)
-            ) as channel:
+            with open_blocking_channel(config.decode.listen) as channel:
                 stub = memory_service_pb2_grpc.MemoryServiceStub(channel)
                 try:
                     for response in stub.GetWeights(memory_service_pb2.GetWeightsRequest()):

@@ -8,7 +8,7 @@ values come from. A field's metadata holds `help` and, for checks, `low`, `high`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 def setting(default: Any, help_text: str, **limits: Any) -> Any:
@@ -22,7 +22,9 @@ class ModelConfig:
 
     path: str = setting("", "checkpoint folder; empty: the embedded default model")
     name: str = setting("", "name under which it is served; empty: the folder's name")
-    format: str = setting("bf16", "format of the embedded default model", choices=("bf16", "fp8"))
+    format: Literal["bf16", "fp8"] = setting(
+        "bf16", "format of the embedded default model", choices=("bf16", "fp8")
+    )
     load_threads: int = setting(4, "threads that read the checkpoint", low=1, high=256)
 
 

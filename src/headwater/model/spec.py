@@ -76,7 +76,7 @@ class ModelSpec:
 
     @classmethod
     def from_json(cls, text: str, source: str) -> ModelSpec:
-        """Reads a config.json that is text; `source` names it in messages. Raises CheckpointError."""
+        """Reads the text of a config.json; `source` names the file. Raises CheckpointError."""
         try:
             config = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:

@@ -17,6 +17,11 @@ _OPTIONS = (
 )
 
 
+def open_blocking_channel(address: str) -> grpc.Channel:
+    """The same for programs without an event loop; use it as a context manager."""
+    return grpc.insecure_channel(address, options=_OPTIONS)
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to `address` (host:port); connects at the first call and reconnects by itself."""
     return grpc.aio.insecure_channel(address, options=_OPTIONS)

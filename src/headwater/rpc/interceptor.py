@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 from grpc_status import rpc_status
@@ -22,29 +22,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class ErrorAndTraceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class ErrorAndTraceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps each of our own methods; health and reflection pass through untouched."""
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
         """Returns the handler of the method, wrapped."""
-        handler = await continuation(details)
-        if handler is None or details.method.startswith("/grpc."):
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith("/grpc."):
             return handler
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _wrap_unary(details.method, handler.unary_unary),
+                _wrap_unary(method, handler.unary_unary),
                 request_deserializer=handler.request_deserializer,
                 response_serializer=handler.response_serializer,
             )
         return grpc.unary_stream_rpc_method_handler(
-            _wrap_stream(details.method, handler.unary_stream),
+            _wrap_stream(method, handler.unary_stream),
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from opentelemetry import propagate, trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from opentelemetry.trace import Span
     from opentelemetry.util.types import AttributeValue
@@ -20,7 +20,7 @@ _tracer = trace.get_tracer("headwater")
 
 
 @contextmanager
-def server_span(method: str, metadata: Sequence[tuple[str, str | bytes]] | None) -> Iterator[Span]:
+def server_span(method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Iterator[Span]:
     """A span for a call that came in, as a child of the caller's span if it sent one."""
     carrier = {key: value for key, value in metadata or () if isinstance(value, str)}
     service, _, name = method.lstrip("/").partition("/")
@@ -34,7 +34,7 @@ def server_span(method: str, metadata: Sequence[tuple[str, str | bytes]] | None)
 
 
 @contextmanager
-def span(name: str, attributes: dict[str, AttributeValue] | None = None) -> Iterator[Span]:
+def span(name: str, attributes: Mapping[str, AttributeValue] | None = None) -> Iterator[Span]:
     """A span for a piece of work inside this process."""
     with _tracer.start_as_current_span(name, attributes=attributes) as current:
         yield current

@@ -6,7 +6,7 @@ for InvalidRequestError and a RetryInfo for ResourceError, so that any client ca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 ERROR_DOMAIN = "headwater.v1"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
-_DETAIL_KINDS = (
-    error_details_pb2.ErrorInfo,
-    error_details_pb2.BadRequest,
-    error_details_pb2.RetryInfo,
-)
+_DETAIL_KINDS: dict[str, type[Message]] = {
+    "ErrorInfo": error_details_pb2.ErrorInfo,
+    "BadRequest": error_details_pb2.BadRequest,
+    "RetryInfo": error_details_pb2.RetryInfo,
+}
 # gRPC refuses metadata past 8 KiB; a message this long is cut.
 MAX_MESSAGE_CHARS = 2000
 
@@ -47,7 +47,7 @@ _BY_CODE: dict[grpc.StatusCode, type[errors.HeadwaterError]] = {
 
 def code_of(error: errors.HeadwaterError) -> grpc.StatusCode:
     """The status code an error maps to."""
-    return cast("grpc.StatusCode", grpc.StatusCode[error.status])
+    return grpc.StatusCode[error.status]
 
 
 def status_of(error: errors.HeadwaterError) -> status_pb2.Status:
@@ -94,10 +94,10 @@ def _details_in(failure: grpc.aio.AioRpcError) -> dict[str, Any]:
     """Rich details by message name; empty when the status has none."""
     found: dict[str, Any] = {}
     for key, value in failure.trailing_metadata() or ():
-        if key != STATUS_DETAILS_KEY:
+        if key != STATUS_DETAILS_KEY or not isinstance(value, bytes):
             continue
         for packed in status_pb2.Status.FromString(value).details:
-            for kind in _DETAIL_KINDS:
-                if packed.Is(kind.DESCRIPTOR):
-                    found[kind.DESCRIPTOR.name] = kind.FromString(packed.value)
+            for name, kind in _DETAIL_KINDS.items():
+                if packed.TypeName() == f"google.rpc.{name}":
+                    found[name] = kind.FromString(packed.value)
     return found

@@ -1,0 +1,26 @@
+// What this process may use of the machine: instruction sets, and the CPUs of its cpuset.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace headwater {
+
+// Best last. Each one's kernels are compiled for exactly these extensions:
+// scalar: plain x86-64; avx2: AVX2, FMA, F16C; avx512: AVX-512 F, BW, VL, VBMI, BF16;
+// amx: those and AMX-TILE, AMX-BF16.
+enum class Isa { kScalar, kAvx2, kAvx512, kAmx };
+
+const char* isa_name(Isa isa);
+
+// What both the CPU and the kernel offer; best first, scalar always last.
+std::vector<Isa> supported_isas();
+
+// True on CPUs whose cores reach their memory bandwidth only with several rows in flight and
+// software prefetch (measured on Sapphire Rapids); Zen 4 is faster with one row.
+bool wants_software_prefetch();
+
+// The CPUs that this thread may run on, in ascending order.
+std::vector<int> allowed_cpus();
+
+}  // namespace headwater

@@ -1,0 +1,136 @@
+"""Engines without processes or gRPC, for tests of the router's core."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+from headwater.generation import FinishReason, SamplingParams, Token, TokenEvent
+from headwater.services.router.core import RouterCore
+from headwater.services.router.engines import KvUse, Lease
+from headwater.services.router.served_model import ServedModel
+
+MODEL_DIR = Path(__file__).parents[1] / "data" / "text_model"
+EOS_TOKEN_ID = 2
+
+
+class FakePrefill:
+    """Reports progress, then waits at `gate`."""
+
+    name = "prefill"
+    address = "fake:1"
+
+    def __init__(self) -> None:
+        self.is_serving = True
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.started = asyncio.Event()
+        self.is_cancelled = False
+        self.deadline: float | None = None
+
+    async def prefill(
+        self, request_id: str, token_ids: Sequence[int], lease: Lease, deadline: float | None
+    ) -> AsyncGenerator[float, None]:
+        self.deadline = deadline
+        try:
+            if self.error is not None:
+                raise self.error
+            yield 0.5
+            self.started.set()
+            await self.gate.wait()
+            yield 1.0
+        except (asyncio.CancelledError, GeneratorExit):
+            self.is_cancelled = True
+            raise
+
+
+class FakeDecode:
+    """Grants leases and plays `script`, waiting at `gate` before the third event."""
+
+    name = "decode"
+    address = "fake:2"
+
+    def __init__(self, script: Sequence[TokenEvent] = ()) -> None:
+        self.is_serving = True
+        self.script = list(script)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.reserve_gate = asyncio.Event()
+        self.reserve_gate.set()
+        self.reserve_errors: list[Exception] = []
+        self.error: Exception | None = None
+        self.started = asyncio.Event()
+        self.renewed = asyncio.Event()
+        self.released: list[int] = []
+        self.reserved: list[tuple[int, int]] = []
+        self.ttl_seconds = 3600.0
+        self.is_cancelled = False
+        self.sampling: SamplingParams | None = None
+        self.prompt: Sequence[int] = ()
+
+    async def reserve(
+        self, request_id: str, prompt_tokens: int, max_new_tokens: int, deadline: float | None
+    ) -> Lease:
+        await self.reserve_gate.wait()
+        if self.reserve_errors:
+            raise self.reserve_errors.pop(0)
+        self.reserved.append((prompt_tokens, max_new_tokens))
+        return Lease(len(self.reserved), 7, 3, self.ttl_seconds, handle=None)
+
+    async def renew(self, epoch: int, lease_ids: Sequence[int]) -> frozenset[int]:
+        self.renewed.set()
+        return frozenset()
+
+    async def release(self, epoch: int, lease_ids: Sequence[int]) -> None:
+        self.released.extend(lease_ids)
+
+    async def kv_use(self) -> KvUse:
+        return KvUse(num_blocks=8, num_free_blocks=8, block_tokens=16)
+
+    async def generate(
+        self,
+        request_id: str,
+        lease: Lease,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        deadline: float | None,
+    ) -> AsyncGenerator[TokenEvent, None]:
+        self.sampling = sampling
+        self.prompt = prompt_token_ids
+        try:
+            for position, event in enumerate(self.script):
+                if position == 2:
+                    self.started.set()
+                    await self.gate.wait()
+                    if self.error is not None:
+                        raise self.error
+                yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            self.is_cancelled = True
+            raise
+
+
+def script_of(model: ServedModel, text: str) -> list[TokenEvent]:
+    """The events of an answer that says `text` and ends with the end-of-sequence token."""
+    ids = model.tokenizer.encode(text, add_special_tokens=False)
+    events = [TokenEvent((Token(i),)) for i in ids]
+    end = TokenEvent((Token(EOS_TOKEN_ID),), FinishReason.STOP, stop_token_id=EOS_TOKEN_ID)
+    return [*events, end]
+
+
+class Rig:
+    """A core with its fakes."""
+
+    def __init__(self, answer: str, *, max_running: int = 4, max_waiting: int = 4) -> None:
+        self.model = ServedModel.load(MODEL_DIR, "tiny")
+        self.prefill = FakePrefill()
+        self.decode = FakeDecode(script_of(self.model, answer))
+        self.core = RouterCore(
+            model=self.model,
+            prefill=self.prefill,
+            decode=self.decode,
+            max_running=max_running,
+            max_waiting=max_waiting,
+        )

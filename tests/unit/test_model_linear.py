@@ -1,0 +1,70 @@
+"""Matrix: exact weights, whatever the format, the stacking and the raggedness."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.model.linear import Matrix, Scratch, round_to_bf16
+
+SHAPES = [(1, 1), (128, 128), (129, 257), (300, 130), (3, 2, 200, 72), (4, 256, 384), (900, 700)]
+
+
+def _fp8(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """A random weight, its scales, and the FP32 values they stand for as [rows, columns]."""
+    *leading, rows, columns = shape
+    weight = torch.randn(shape).mul(40).to(torch.float8_e4m3fn)
+    scale = torch.rand(*leading, -(-rows // 128), -(-columns // 128)) * 0.01
+    expanded = scale.repeat_interleave(128, -1)[..., :columns]
+    expanded = expanded.repeat_interleave(128, -2)[..., :rows, :]
+    return weight, scale, (weight.float() * expanded).view(-1, columns)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_fp8_product(shape: tuple[int, ...], num_tokens: int) -> None:
+    torch.manual_seed(len(shape) + num_tokens)
+    weight, scale, exact = _fp8(shape)
+    x = round_to_bf16(torch.randn(num_tokens, shape[-1]))
+    ours = Matrix(weight, scale, Scratch()).matmul(x)
+    torch.testing.assert_close(ours, x @ exact.t(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_unquantised_product(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(len(shape))
+    weight = torch.randn(shape).to(dtype)
+    x = round_to_bf16(torch.randn(3, shape[-1]))
+    ours = Matrix(weight, None, Scratch()).matmul(x)
+    exact = x @ weight.float().view(-1, shape[-1]).t()
+    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-4)
+
+
+def test_every_finite_fp8_code_is_exact() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F].view(1, -1)
+    weight = codes.view(torch.float8_e4m3fn)
+    expanded = Matrix(weight, torch.ones(1, 2), Scratch()).expand(0, 1)
+    assert torch.equal(expanded, weight.float())
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 10), (100, 140), (127, 300), (128, 256)])
+def test_expand_any_rows(start: int, stop: int) -> None:
+    torch.manual_seed(start)
+    weight, scale, exact = _fp8((300, 130))
+    matrix = Matrix(weight, scale, Scratch())
+    matrix.reserve_rows(stop - start)
+    assert torch.equal(matrix.expand(start, stop), exact[start:stop])
+
+
+def test_matrices_share_a_scratch_of_the_largest_size() -> None:
+    torch.manual_seed(0)
+    scratch = Scratch()
+    small = Matrix(torch.randn(4, 8).bfloat16(), None, scratch)
+    # 128 rows of these exceed the scratch that all models start with.
+    large = torch.randn(130, 5000).bfloat16()
+    x = round_to_bf16(torch.randn(2, 5000))
+    torch.testing.assert_close(Matrix(large, None, scratch).matmul(x), x @ large.float().t())
+    assert small.matmul(torch.zeros(1, 8)).count_nonzero() == 0

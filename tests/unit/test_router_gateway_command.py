@@ -1,0 +1,62 @@
+"""The command line of the HTTP gateway."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from headwater.errors import ConfigError
+from headwater.gateway import gateway_command, gateway_environment, gateway_not_ready_reason
+
+
+def _command(**options: str) -> list[str]:
+    addresses = {
+        "listen": "127.0.0.1:8000",
+        "metrics_listen": "127.0.0.1:29000",
+        "router_address": "127.0.0.1:50050",
+    }
+    return gateway_command(**{**addresses, **options}, grace_seconds=2.4, python="python3")
+
+
+def _value(command: list[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def test_everything_listens_where_it_is_told() -> None:
+    command = _command(metrics_listen="[::1]:29001")
+    assert command[:4] == ["python3", "-m", "smg", "launch"]
+    assert _value(command, "--host") == "127.0.0.1"
+    assert _value(command, "--port") == "8000"
+    assert _value(command, "--prometheus-host") == "::1"
+    assert _value(command, "--prometheus-port") == "29001"
+    assert _value(command, "--worker-urls") == "grpc://127.0.0.1:50050"
+    assert _value(command, "--shutdown-grace-period-secs") == "2"
+    assert "0.0.0.0" not in command
+
+
+def test_a_busy_router_is_never_taken_for_a_broken_one() -> None:
+    command = _command()
+    assert int(_value(command, "--worker-wedge-secs")) >= 3600
+    assert "--disable-circuit-breaker" in command
+    assert "--disable-retries" in command
+
+
+@pytest.mark.parametrize("address", ["8000", ":8000", "localhost", "localhost:http", ""])
+def test_what_is_no_address_is_named(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.listen: expected host:port"):
+        _command(listen=address)
+
+
+def test_environment_keeps_the_gateway_off_the_network() -> None:
+    assert gateway_environment({"A": "b"}) == {"A": "b", "HF_HUB_OFFLINE": "1"}
+
+
+def test_a_gateway_that_is_not_there_is_not_ready() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        # Bound but not listening: the connection is refused.
+        reason = gateway_not_ready_reason(address)
+    assert reason is not None
+    assert address in reason
