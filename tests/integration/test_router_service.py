@@ -181,7 +181,9 @@ async def test_text_that_is_not_utf8_harms_nobody(rig: Rig) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in send(b"\x12\x01\xff"):  # field 2, one byte
             pass
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "UTF-8" in str(caught.value.details())
+    assert isinstance(error_from_rpc(caught.value), InvalidRequestError)
     assert "".join(response.text for response in await rig.ask()) == ANSWER
 
 

@@ -6,19 +6,20 @@ fault of ours: it is logged with its traceback and becomes INTERNAL.
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from headwater.errors import HeadwaterError, InternalError
+from headwater.errors import HeadwaterError, InternalError, InvalidRequestError
 from headwater.telemetry.tracing import server_span
 from headwater.wire.status import status_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +42,44 @@ class ErrorAndTraceInterceptor(grpc.aio.ServerInterceptor):
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 _wrap_unary(method, handler.unary_unary),
-                request_deserializer=handler.request_deserializer,
+                request_deserializer=_forgiving(handler.request_deserializer),
                 response_serializer=handler.response_serializer,
             )
         return grpc.unary_stream_rpc_method_handler(
             _wrap_stream(method, handler.unary_stream),
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_forgiving(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
+
+
+class _Malformed:
+    """Stands for a request that could not be parsed, so that the handler can say so."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    def error(self) -> InvalidRequestError:
+        return InvalidRequestError("request", f"is not a valid message: {self._problem}")
+
+
+def _forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Without it gRPC answers bytes that are no message, or no UTF-8, with UNKNOWN."""
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Malformed(str(error))
+
+    return parse
 
 
 def _wrap_unary(method: str, behavior: Callable[[Any, Context], Awaitable[Any]]) -> Any:
     async def handle(request: Any, context: Context) -> Any:
         with server_span(method, context.invocation_metadata()):
             try:
+                if isinstance(request, _Malformed):
+                    raise request.error()
                 return await behavior(request, context)
             except Exception as failure:
                 await _abort(method, context, failure)
@@ -62,24 +87,25 @@ def _wrap_unary(method: str, behavior: Callable[[Any, Context], Awaitable[Any]])
     return handle
 
 
-def _wrap_stream(method: str, behavior: Callable[[Any, Context], AsyncIterator[Any]]) -> Any:
-    async def handle(request: Any, context: Context) -> AsyncIterator[Any]:
+def _wrap_stream(method: str, behavior: Callable[[Any, Context], AsyncGenerator[Any, None]]) -> Any:
+    # A coroutine that writes: a generator that gRPC abandons at a cancellation would be closed
+    # late, and in another context.
+    async def handle(request: Any, context: Context) -> None:
         with server_span(method, context.invocation_metadata()):
-            responses = behavior(request, context)
             try:
-                async for response in responses:
-                    yield response
+                if isinstance(request, _Malformed):
+                    raise request.error()
+                async with aclosing(behavior(request, context)) as responses:
+                    async for response in responses:
+                        await context.write(response)
             except Exception as failure:
                 await _abort(method, context, failure)
-            finally:
-                # A cancelled call must end the generator now, not when it is collected.
-                await responses.aclose()  # type: ignore[attr-defined]
 
     return handle
 
 
 async def _abort(method: str, context: Context, failure: Exception) -> None:
-    if isinstance(failure, grpc.aio.AbortError | asyncio.CancelledError):
+    if isinstance(failure, grpc.aio.AbortError):
         raise failure
     if not isinstance(failure, HeadwaterError):
         logger.error("%s failed", method, exc_info=failure)
