@@ -1,7 +1,7 @@
 """The default model against transformers on the GGUF it was made from, over ordinary English.
 
-`pytest -s` prints what was measured; in BF16, over 1,332 positions: top-1 agreement 0.9932, mean
-difference of the chosen token's logprob 0.0129.
+`pytest -s` prints what was measured. Over 1,332 positions of the text: BF16 top-1 agreement 0.9932,
+mean difference of the chosen token's logprob 0.0129; FP8 0.9670 and 0.0711.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS_AT_ONCE = 256
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the converted model is kept; a folder that outlives the tests saves converting it."""
-    configured = os.environ.get("HEADWATER_CACHE_DIR")
+    configured = os.environ.get("HEADWATER_STATE_CACHE_DIR")
     return Path(configured) if configured else tmp_path_factory.mktemp("cache")
 
 

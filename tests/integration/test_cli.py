@@ -146,6 +146,8 @@ def test_port_in_use(cli: Cli) -> None:
         listener.listen()
         message = cli.run("up", "--no-gateway", status=1)
     assert f"cannot listen on {host}:{port}: the port is in use" in message
+    health = {p["health"] for p in cli.status(status=1)["processes"].values()}
+    assert health == {"DOWN"}, "what was started is stopped again"
     cli.run("up", "--no-gateway")
 
 

@@ -189,7 +189,7 @@ def test_the_config_says_what_the_gguf_said(gguf_path: Path, tmp_path: Path) -> 
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
 
 
-def test_fp8_writes_block_scales_beside_linear_weights_only(
+def test_fp8_writes_block_scales_beside_expert_weights_only(
     gguf_path: Path, tmp_path: Path
 ) -> None:
     convert_gguf(gguf_path, tmp_path / "fp8", "fp8")
@@ -197,7 +197,11 @@ def test_fp8_writes_block_scales_beside_linear_weights_only(
     quantised = load_file(tmp_path / "fp8" / "model.safetensors")
     exact = load_file(tmp_path / "bf16" / "model.safetensors")
     scaled = {n.removesuffix("_scale_inv") for n in quantised if n.endswith("_scale_inv")}
-    assert len(scaled) == LAYERS * (4 + 3 * NUM_EXPERTS)
+    # Attention and the last layer stay as they are, and the config says so.
+    assert len(scaled) == (LAYERS - 1) * 3 * NUM_EXPERTS
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    kept = config["quantization_config"]["modules_to_not_convert"]
+    assert not any(name.startswith(module) for name in scaled for module in kept)
     for name, weight in exact.items():
         if name not in scaled:
             assert torch.equal(quantised[name], weight)

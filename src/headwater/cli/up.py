@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headwater.config import Config
 
 POLL_SECONDS = 0.1
+STOP_SECONDS = 5.0
 
 
 def up(arguments: argparse.Namespace, config: Config) -> int:
@@ -46,14 +47,19 @@ def up(arguments: argparse.Namespace, config: Config) -> int:
             for name, process in stack.processes(config).items()
             if name != stack.GATEWAY or config.gateway.enabled
         }
-        for name, process in members.items():
-            if process.pid() is None:
-                process.start(
-                    stack.command_of(name, config, config_path), stack.environment_of(name)
-                )
-        _follow_loading(config, members["decode"], deadline)
-        for name, process in members.items():
-            _wait_until_serving(name, process, config, deadline)
+        missing = [name for name, process in members.items() if process.pid() is None]
+        try:
+            for name in missing:
+                command = stack.command_of(name, config, config_path)
+                members[name].start(command, stack.environment_of(name))
+            _follow_loading(config, members["decode"], deadline)
+            for name, process in members.items():
+                _wait_until_serving(name, process, config, deadline)
+        except BaseException:
+            # Half a stack serves nobody, and would keep the next try from other settings.
+            for name in reversed(missing):
+                members[name].stop(STOP_SECONDS)
+            raise
     print(_how_to_use(config))
     return 0
 

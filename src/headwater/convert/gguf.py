@@ -31,7 +31,7 @@ Format = Literal["bf16", "fp8"]
 ProgressFunction = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes in all."""
 
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 """Counts changes of what a conversion writes; caches of another version are made again."""
 
 
@@ -129,15 +129,16 @@ def _out_tensors(source: GgufFile, dims: _Dimensions, fmt: Format) -> Iterator[O
         _require_shape(source, origin, shape)
         return OutTensor(name, DType.BF16, shape, lambda: _bf16(source.load(origin)))
 
-    linear = _linear_fp8 if fmt == "fp8" else _linear_bf16
     # The three weights of one layer's FFN stay dequantised while experts are cut from them.
     load_ffn = functools.lru_cache(maxsize=3)(source.load)
     yield plain("model.embed_tokens.weight", "token_embd.weight", (dims.vocab_size, dims.hidden))
     for layer in range(dims.num_layers):
         to, of = f"model.layers.{layer}", f"blk.{layer}"
+        is_fp8 = fmt == "fp8" and to not in _kept_in_bf16(dims)
+        linear_expert = _linear_fp8 if is_fp8 else _linear_bf16
         yield plain(f"{to}.input_layernorm.weight", f"{of}.attn_norm.weight", (dims.hidden,))
         for name, shape, load in _attention_weights(source, dims, of):
-            yield from linear(f"{to}.self_attn.{name}.weight", shape, load)
+            yield from _linear_bf16(f"{to}.self_attn.{name}.weight", shape, load)
         yield plain(
             f"{to}.post_attention_layernorm.weight", f"{of}.ffn_norm.weight", (dims.hidden,)
         )
@@ -150,10 +151,20 @@ def _out_tensors(source: GgufFile, dims: _Dimensions, fmt: Format) -> Iterator[O
             functools.partial(torch.zeros, gate_shape, dtype=torch.bfloat16),
         )
         for name, shape, load in _expert_weights(source, dims, of, load_ffn):
-            yield from linear(f"{moe}.experts.{name}.weight", shape, load)
+            yield from linear_expert(f"{moe}.experts.{name}.weight", shape, load)
     yield plain("model.norm.weight", "output_norm.weight", (dims.hidden,))
     if not dims.is_tied:
         yield plain("lm_head.weight", "output.weight", (dims.vocab_size, dims.hidden))
+
+
+def _kept_in_bf16(dims: _Dimensions) -> tuple[str, ...]:
+    """Modules that an FP8 checkpoint leaves in BF16.
+
+    A small model feels FP8 more than a large one: with attention and the last layer in FP8 too, the
+    default model's most likely token agrees in 92 % of positions, without them in 97 %.
+    """
+    attention = (f"model.layers.{layer}.self_attn" for layer in range(dims.num_layers))
+    return (*attention, f"model.layers.{dims.num_layers - 1}")
 
 
 LinearWeight = tuple[str, tuple[int, int], Callable[[], FloatArray]]
@@ -259,6 +270,7 @@ def _config(source: GgufFile, dims: _Dimensions, fmt: Format) -> dict[str, objec
             "fmt": "e4m3",
             "weight_block_size": [BLOCK, BLOCK],
             "activation_scheme": "dynamic",
+            "modules_to_not_convert": ["lm_head", *_kept_in_bf16(dims)],
         }
     return config
 

@@ -45,7 +45,7 @@ class Batch:
 
     `token_ids`, `positions`, `blocks` and `offsets` are int64 [T]; token i's KV goes to
     `offsets[i]` of block `blocks[i]`. `last_rows`, int64 [sequences], are the rows of each
-    sequence's last new token.
+    sequence's last new token; `max_position` is the largest of `positions`.
     """
 
     token_ids: Tensor

@@ -1,0 +1,47 @@
+"""What every result file says of itself: machine, commit, command."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write_result(path: str | None, figures: object) -> None:
+    """Writes `figures` with their origin; does nothing without a path."""
+    if path is None:
+        return
+    origin = {
+        "machine": _machine(),
+        "commit": _commit(),
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    Path(path).write_text(json.dumps(origin | {"figures": figures}, indent=2) + "\n")
+
+
+def _machine() -> dict[str, object]:
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0))
+    return {"cpu": cpu, "cores": cores, "memory_gib": round(memory, 1)}
+
+
+def _commit() -> str:
+    result = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
+    return result.stdout.strip() or "unknown"
