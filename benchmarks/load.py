@@ -1,6 +1,6 @@
 """How fast do weights come into shared memory, and how many copies of them are in RAM?
 
-`python benchmarks/load.py CHECKPOINT [--json FILE]`. The files are dropped from the page cache first.
+`python benchmarks/load.py CHECKPOINT [--json FILE]`; the files leave the page cache first.
 """
 
 from __future__ import annotations
