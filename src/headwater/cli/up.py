@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import os
+import shutil
+import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,6 +16,7 @@ import grpc
 from headwater.cli import stack
 from headwater.cli.model import with_model
 from headwater.cli.progress import progress_bar
+from headwater.client import DEFAULT_ADDRESS
 from headwater.config import to_toml
 from headwater.errors import ConfigError, UnavailableError
 from headwater.rpc.channel import open_blocking_channel
@@ -131,8 +135,16 @@ def _how_to_use(config: Config) -> str:
     ]
     if config.gateway.enabled:
         lines.append(f"  gateway  HTTP  http://{config.gateway.listen}")
-    lines += ["", "gRPC:", f'  headwater generate "The capital of France is"{_flag(router)}']
+    flag = "" if router == DEFAULT_ADDRESS else f" --set router.listen={router}"
     lines += [
+        "",
+        "In a terminal:",
+        f'  {_program()} generate "The capital of France is"{flag}',
+        f"  {_program()} chat{flag}",
+        "",
+        "gRPC:",
+        """  grpcurl -plaintext -d '{"text": "The capital of France is"}' """
+        f"{router} headwater.v1.RouterService/Generate",
         "",
         "Python:",
         "  import asyncio",
@@ -154,9 +166,10 @@ def _how_to_use(config: Config) -> str:
             f"  curl http://{config.gateway.listen}/v1/chat/completions "
             f"-H 'Content-Type: application/json' -d '{body}'",
         ]
-    lines += ["", "Stop it with: headwater down"]
+    lines += ["", f"Stop it with: {_program()} down"]
     return "\n".join(lines)
 
 
-def _flag(router: str) -> str:
-    return "" if router == "127.0.0.1:50050" else f" --set router.listen={router}"
+def _program() -> str:
+    """How this command can be called again from here."""
+    return "headwater" if shutil.which("headwater") else os.path.relpath(sys.argv[0])
