@@ -63,7 +63,8 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        values = torch.randn(rows, columns, generator=generator) * gain / columns**0.5
+        spread = gain / float(columns) ** 0.5
+        values: torch.Tensor = torch.randn(rows, columns, generator=generator) * spread
         return values.to(torch.bfloat16)
 
     weights = {

@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -158,14 +158,15 @@ async def test_bad_sampling_values_on_the_wire(shared_stack: Stack) -> None:
 
     async with open_channel(shared_stack.addresses["router"]) as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
-        for field, value in (
+        bad: tuple[tuple[str, Any], ...] = (
             ("temperature", -1.0),
             ("temperature", float("nan")),
             ("top_p", float("nan")),
             ("min_p", -0.5),
             ("repetition_penalty", -1.0),
             ("presence_penalty", float("inf")),
-        ):
+        )
+        for field, value in bad:
             request = router_service_pb2.GenerateRequest(
                 text="x", sampling=generation_pb2.SamplingParams(**{field: value})
             )

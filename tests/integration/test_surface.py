@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -28,7 +28,7 @@ from headwater.v1 import (
 if TYPE_CHECKING:
     from tests.integration.stack import Stack
 
-WRONG_LAYOUT = {
+WRONG_LAYOUT: dict[str, Any] = {
     "kind": kv_pb2.KV_KIND_GQA,
     "num_layers": 2,
     "num_blocks": 10_000,
@@ -140,7 +140,7 @@ def test_engines_refuse_what_only_a_broken_router_would_send(shared_stack: Stack
             with pytest.raises(grpc.RpcError) as caught:
                 call()
             assert caught.value.code() is code
-            assert words in caught.value.details()
+            assert words in (caught.value.details() or "")
         prompt([1, 2, 3, 4])
         assert generation()
         status = decode_service_pb2_grpc.DecodeServiceStub(decode).GetStatus(
@@ -175,7 +175,7 @@ def test_a_foreign_segment_is_refused(shared_stack: Stack) -> None:
                 request.lease.segment.name = name
                 with pytest.raises(grpc.RpcError) as caught:
                     list(compute(request))
-                assert words in caught.value.details()
+                assert words in (caught.value.details() or "")
             request.lease.CopyFrom(lease)
             assert list(compute(request))[-1].HasField("done")
         finally:

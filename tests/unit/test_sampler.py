@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ def logits(seed: int = 0) -> torch.Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def state(prompt: tuple[int, ...] = (1, 2), **params: object) -> SamplerState:
-    return SamplerState.create(SamplingParams(**params), prompt, EOS)  # type: ignore[arg-type]
+def state(prompt: tuple[int, ...] = (1, 2), **params: Any) -> SamplerState:
+    return SamplerState.create(SamplingParams(**params), prompt, EOS)
 
 
-def draws(scores: torch.Tensor, count: int, **params: object) -> list[int]:
+def draws(scores: torch.Tensor, count: int, **params: Any) -> list[int]:
     sampler = state(seed=7, **params)
     return [sample(scores, sampler).id for _ in range(count)]
 
@@ -148,9 +149,9 @@ def test_logprobs_are_of_the_unfiltered_distribution() -> None:
         ("stop", ("x",) * 17),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> None:
+def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
+        SamplingParams(**{field: value})
     assert caught.value.field.startswith(f"sampling.{field}")
 
 
