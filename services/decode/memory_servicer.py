@@ -60,7 +60,7 @@ class MemoryServicer(memory_service_pb2_grpc.MemoryServiceServicer):
                 f"{num_tokens}, the model's context holds {memory.spec.max_context_tokens}",
             )
         lease = memory.pool.reserve(
-            request.request_id, request.prompt_tokens, request.max_new_tokens
+            request.request_id, request.prompt_tokens, request.max_new_tokens, request.block_hashes
         )
         return pb.ReserveKvResponse(lease=kv_lease_to_pb(lease))
 
@@ -68,6 +68,11 @@ class MemoryServicer(memory_service_pb2_grpc.MemoryServiceServicer):
         """Extends leases."""
         expired = self._owner.ready().pool.renew(request.epoch, request.lease_ids)
         return pb.RenewKvResponse(expired_lease_ids=expired)
+
+    async def ForkKv(self, request: pb.ForkKvRequest, context: Context) -> pb.ForkKvResponse:
+        """Leases a prompt again."""
+        lease = self._owner.fork(request.epoch, request.lease_id, request.prompt_tokens)
+        return pb.ForkKvResponse(lease=kv_lease_to_pb(lease))
 
     async def ReleaseKv(
         self, request: pb.ReleaseKvRequest, context: Context

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headwater.config import KvConfig
+    from headwater.kv.lease import KvLease
     from headwater.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,13 @@ class MemoryOwner:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_SECONDS)
             self.ready().pool.sweep()
+
+    def fork(self, epoch: int, lease_id: int, prompt_tokens: int) -> KvLease:
+        """Another lease on a complete prompt, ready for generation. Raises as KvPool.fork does."""
+        ready = self.ready()
+        lease, copies = ready.pool.fork(epoch, lease_id, prompt_tokens)
+        ready.memory.copy(copies)
+        return lease
 
     def close(self) -> None:
         """Removes the KV pool; the weights stay for the next start."""

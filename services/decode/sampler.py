@@ -1,15 +1,19 @@
 """The one sampler: from logits to the next token of each request.
 
 Order, as users of the common APIs expect: penalties and bias, log probabilities taken, then
-temperature, top-k, top-p, min-p, and a draw from the request's own generator. Ties go to the lower
-token id.
+temperature, top-k, top-p, min-p, and a draw. Ties go to the lower token id.
+
+The draw for an answer's i-th token is a function of the request's seed and of i alone, so that an
+answer can be gone on with anywhere: after a preemption, or in a new process.
 """
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from headwater.generation import Token
@@ -22,30 +26,37 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SamplerState:
-    """What the sampler remembers of one request: its generator, and which tokens it has seen."""
+    """What the sampler remembers of one request: its seed, and which tokens it has seen."""
 
     params: SamplingParams
     eos_token_ids: tuple[int, ...]
+    seed: int
     prompt_ids: torch.Tensor | None = None
     """Distinct prompt tokens, int64; None unless the repetition penalty needs them."""
     output_counts: dict[int, int] = field(default_factory=dict)
     num_output_tokens: int = 0
-    generator: torch.Generator = field(default_factory=torch.Generator)
 
     @classmethod
     def create(
-        cls, params: SamplingParams, prompt: Sequence[int], eos_token_ids: tuple[int, ...]
+        cls,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        eos_token_ids: tuple[int, ...],
+        output: Sequence[int] = (),
     ) -> SamplerState:
-        """Starts a request."""
-        state = cls(params, eos_token_ids)
-        if params.seed is None:
-            state.generator.seed()
-        else:
-            # torch takes signed 64-bit seeds.
-            state.generator.manual_seed(params.seed & 0x7FFF_FFFF_FFFF_FFFF)
+        """Starts a request, or goes on after the tokens `output` of its answer."""
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        state = cls(params, eos_token_ids, seed)
         if params.repetition_penalty != 1.0:
             state.prompt_ids = torch.tensor(sorted(set(prompt)), dtype=torch.int64)
+        for token_id in output:
+            state.note(token_id)
         return state
+
+    def note(self, token_id: int) -> None:
+        """Counts a token of the answer."""
+        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        self.num_output_tokens += 1
 
 
 def sample(logits: torch.Tensor, state: SamplerState) -> Token:
@@ -56,9 +67,8 @@ def sample(logits: torch.Tensor, state: SamplerState) -> Token:
         token_id = int(torch.argmax(scores))
     else:
         probabilities = _filtered(scores / params.temperature, params)
-        token_id = int(torch.multinomial(probabilities, 1, generator=state.generator))
-    state.output_counts[token_id] = state.output_counts.get(token_id, 0) + 1
-    state.num_output_tokens += 1
+        token_id = _draw(probabilities, state)
+    state.note(token_id)
     if params.logprobs is None:
         return Token(token_id)
     return _with_logprobs(token_id, scores, params.logprobs)
@@ -100,6 +110,17 @@ def _filtered(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.min_p > 0.0:
         probabilities[probabilities < params.min_p * probabilities.max()] = 0.0
     return probabilities
+
+
+def _draw(probabilities: torch.Tensor, state: SamplerState) -> int:
+    """An index, each as likely as its share of the sum."""
+    generator = np.random.Generator(
+        np.random.Philox(key=state.seed, counter=state.num_output_tokens)
+    )
+    cumulative = torch.cumsum(probabilities, dim=-1, dtype=torch.float64)
+    # In (0, total]: the first index at or past it has a probability above zero.
+    point = (1.0 - generator.random()) * float(cumulative[-1])
+    return int(torch.searchsorted(cumulative, point))
 
 
 def _with_logprobs(token_id: int, scores: torch.Tensor, num_top: int) -> Token:

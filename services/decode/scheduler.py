@@ -1,39 +1,116 @@
-"""Who runs next: continuous batching, first come first served, up to a batch size."""
+"""Who runs in the next step, and on how many tokens.
+
+Continuous batching: every running sequence takes a token per step. Those that must first compute
+more (a short prompt, or all again after a preemption) share a bounded number of tokens per step,
+so that nobody's next token waits for somebody's prompt. When blocks run out, whoever would go last
+gives its blocks back and waits. Used from the engine's thread only.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from headwater.kv.pool import KvPool
     from headwater.services.decode.sequence import Sequence
 
 
-class Scheduler:
-    """Used from the engine's thread only."""
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A sequence and how many of its pending tokens this step computes."""
 
-    def __init__(self, max_batch: int) -> None:
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def gives_token(self) -> bool:
+        """Whether the step ends with a new token of the sequence."""
+        return self.num_tokens == self.sequence.num_pending or self.sequence.has_hidden
+
+
+class Scheduler:
+    """Keeps the sequences that run and those that wait, each in the order of who goes first."""
+
+    def __init__(self, pool: KvPool, *, max_batch: int, extend_tokens: int) -> None:
+        self._pool = pool
         self._max_batch = max_batch
-        self.waiting: deque[Sequence] = deque()
+        self._extend_tokens = extend_tokens
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a new sequence at the end of the queue."""
+        """Takes a new sequence."""
         self.waiting.append(sequence)
-
-    def next_batch(self) -> list[Sequence]:
-        """Admits what there is room for; returns all that run in this step."""
-        while self.waiting and len(self.running) < self._max_batch:
-            self.running.append(self.waiting.popleft())
-        return list(self.running)
+        self.waiting.sort(key=lambda s: s.order)
 
     def finish(self, sequence: Sequence) -> None:
         """Takes out a sequence that ended."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
 
     def cancelled(self) -> list[Sequence]:
         """Sequences whose caller has gone."""
         return [s for s in (*self.running, *self.waiting) if s.is_cancelled]
+
+    def plan(self) -> list[Work]:
+        """The work of the next step; empty when nothing can run now."""
+        self._admit()
+        work = []
+        extend_budget = self._extend_tokens
+        for sequence in list(self.running):
+            if sequence not in self.running:
+                continue  # gave its blocks to one before it
+            count = 0 if sequence.has_hidden else min(sequence.num_pending, max(1, extend_budget))
+            is_extend = sequence.num_pending > 1 and not sequence.has_hidden
+            if is_extend and extend_budget <= 0:
+                continue
+            if self._make_room(sequence, sequence.num_computed + count):
+                work.append(Work(sequence, count))
+                extend_budget -= count if is_extend else 0
+        return work
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._max_batch:
+            sequence = self.waiting[0]
+            if not sequence.block_ids and not self._refill(sequence):
+                break
+            self.running.append(self.waiting.pop(0))
+        self.running.sort(key=lambda s: s.order)
+
+    def _refill(self, sequence: Sequence) -> bool:
+        refilled = self._pool.refill(
+            sequence.lease, len(sequence.tokens), sequence.names(), headroom=len(self.running)
+        )
+        if refilled is None:
+            return False
+        sequence.restart(*refilled)
+        return True
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Grows the blocks to hold `num_tokens`; False when the sequence had to give up its own."""
+        while len(sequence.block_ids) * sequence.lease.layout.block_tokens < num_tokens:
+            block = self._pool.grow(sequence.lease)
+            if block is not None:
+                sequence.block_ids.append(block)
+                continue
+            victim = self._last_holder()
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _last_holder(self) -> Sequence:
+        """Of all that hold blocks, the one that would go last; those that wait come first."""
+        for sequence in reversed(self.waiting):
+            if sequence.block_ids:
+                return sequence
+        return self.running[-1]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self._pool.give_up_blocks(sequence.lease)
+        sequence.restart([], 0)
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.add(sequence)

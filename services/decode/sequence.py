@@ -1,69 +1,80 @@
-"""One request inside the decode engine: its tokens, its lease, its sampler state, its listener."""
+"""One request inside the decode engine: its tokens, its blocks, its sampler state, its listener."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headwater.generation import FinishReason, Token, TokenEvent
-from headwater.services.decode.sampler import SamplerState
+from headwater.kv.hashing import block_hashes, chain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headwater.errors import HeadwaterError
-    from headwater.generation import SamplingParams
     from headwater.kv.lease import KvLease
-    from headwater.model.spec import ModelSpec
+    from headwater.kv.pool import KvPool
+    from headwater.services.decode.sampler import SamplerState
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """A prefilled prompt that grows by a token per step.
+    """A prompt and its answer so far.
 
-    `emit` is called from the engine's thread with each event, the last one carrying a finish
-    reason, or with the error that ended the request.
+    `tokens` holds both; the KV of the first `num_computed` of them lies in `block_ids`.
+    `has_hidden` says that prefill left the last token's hidden state in the lease's slot. `emit` is
+    called from the engine's thread with each event, the last one carrying a finish reason, or with
+    the error that ended the request.
     """
 
     request_id: str
     lease: KvLease
-    num_prompt_tokens: int
+    tokens: list[int]
     max_tokens: int
     sampler: SamplerState
     emit: Callable[[TokenEvent | HeadwaterError], None]
-    last_token: int | None = None
+    priority: int = 0
+    num_computed: int = 0
+    has_hidden: bool = False
     is_cancelled: bool = False
-
-    @classmethod
-    def create(
-        cls,
-        request_id: str,
-        lease: KvLease,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        spec: ModelSpec,
-        emit: Callable[[TokenEvent | HeadwaterError], None],
-    ) -> Sequence:
-        """A sequence that may generate as many tokens as asked for, and as lease and model hold."""
-        # The last token is never attended to, so it needs no KV.
-        room = min(lease.capacity_tokens + 1, spec.max_context_tokens) - len(prompt)
-        return cls(
-            request_id=request_id,
-            lease=lease,
-            num_prompt_tokens=len(prompt),
-            max_tokens=min(room, params.max_tokens or room),
-            sampler=SamplerState.create(params, prompt, spec.eos_token_ids),
-            emit=emit,
-        )
+    block_ids: list[int] = field(default_factory=list)
+    _names: list[bytes] = field(default_factory=list)
 
     @property
-    def position(self) -> int:
-        """Position of the last token, whose KV is not computed yet."""
-        return self.num_prompt_tokens + self.sampler.num_output_tokens - 1
+    def num_pending(self) -> int:
+        """Tokens whose KV is not computed; those of the last one give the next token."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts by who goes first: high priority, then early arrival."""
+        return (-self.priority, self.lease.lease_id)
+
+    def names(self) -> tuple[bytes, ...]:
+        """Names of all full blocks of its tokens."""
+        return block_hashes(self.tokens, self.lease.layout.block_tokens)
+
+    def computed(self, count: int, pool: KvPool) -> None:
+        """Notes that `count` more tokens have KV, and lets others use the blocks that are full."""
+        self.num_computed += count
+        size = self.lease.layout.block_tokens
+        while (index := len(self._names)) < self.num_computed // size:
+            parent = self._names[-1] if self._names else b""
+            token_ids = self.tokens[index * size : (index + 1) * size]
+            self._names.append(chain(parent, token_ids))
+            pool.name_block(self.block_ids[index], self._names[-1], parent, token_ids)
+
+    def restart(self, block_ids: list[int], num_cached: int) -> None:
+        """Goes on from other blocks, of which the first `num_cached` tokens are computed."""
+        self.block_ids = block_ids
+        self.num_computed = num_cached
+        self.has_hidden = False
+        self._names = list(self.names()[: num_cached // self.lease.layout.block_tokens])
 
     def take(self, token: Token) -> TokenEvent:
         """Notes a sampled token and says whether it is the last."""
-        self.last_token = token.id
+        self.tokens.append(token.id)
+        self.has_hidden = False
         params = self.sampler.params
         stops = params.stop_token_ids + (() if params.ignore_eos else self.sampler.eos_token_ids)
         if token.id in stops:

@@ -57,7 +57,13 @@ async def run(config: Config) -> None:
         if stop.is_set():
             return
         memory = await loading
-        engine = DecodeEngine(memory.model, memory.memory, max_batch=config.decode.max_batch)
+        engine = DecodeEngine(
+            memory.model,
+            memory.memory,
+            memory.pool,
+            max_batch=config.decode.max_batch,
+            extend_tokens=config.decode.extend_tokens,
+        )
         engine.start()
         servicer.engine = engine
         observe(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from headwater.errors import HeadwaterError, InvalidRequestError
 from headwater.generation import TokenEvent, check_request_id, check_token_id
 from headwater.rpc.bridge import EventBridge
+from headwater.services.decode.sampler import SamplerState
 from headwater.services.decode.sequence import Sequence
 from headwater.telemetry.tracing import span
 from headwater.v1 import decode_service_pb2 as pb
@@ -19,7 +20,7 @@ from headwater.wire.generation import finish_reason_to_pb, sampling_from_pb, tok
 from headwater.wire.kv import kv_layout_to_pb, segment_handle_to_pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from headwater.generation import SamplingParams
     from headwater.kv.lease import KvLease
@@ -43,11 +44,14 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         """Streams tokens until the answer ends."""
         memory = self._owner.ready()
         params = self._checked_sampling(request)
-        lease = memory.pool.pin(request.epoch, request.lease_id)
+        lease = memory.pool.pin(
+            request.epoch, request.lease_id, is_prefilled=not request.extends_prompt
+        )
         try:
-            prompt = _checked_prompt(request, lease, memory.spec)
+            bridge: EventBridge[TokenEvent] = EventBridge()
+            sequence = _sequence(request, lease, params, memory.spec, bridge.emit)
             with span("decode", {"headwater.request_id": request.request_id}):
-                async for event in self._events(request.request_id, lease, prompt, params):
+                async for event in self._events(sequence, bridge):
                     yield _event_to_pb(event)
         finally:
             memory.pool.finish(lease)
@@ -74,6 +78,10 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         status.kv_free_blocks = memory.pool.num_free_blocks
         status.kv_leases = memory.pool.num_leases
         status.kv_quarantined_blocks = memory.pool.num_quarantined_blocks
+        status.kv_cached_blocks = memory.pool.num_cached_blocks
+        status.prefix_queried_tokens = memory.pool.queried_tokens
+        status.prefix_cached_tokens = memory.pool.cached_tokens
+        status.preemptions = self.engine.num_preemptions
         return status
 
     def _checked_sampling(self, request: pb.DecodeServiceGenerateRequest) -> SamplingParams:
@@ -85,19 +93,10 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         return params
 
     async def _events(
-        self, request_id: str, lease: KvLease, prompt: tuple[int, ...], params: SamplingParams
+        self, sequence: Sequence, bridge: EventBridge[TokenEvent]
     ) -> AsyncIterator[TokenEvent]:
         """Runs a sequence; when the caller goes away, waits until the engine has let go of it."""
         assert self.engine is not None, "the memory is ready, so the engine runs"
-        bridge: EventBridge[TokenEvent] = EventBridge()
-        sequence = Sequence.create(
-            request_id,
-            lease,
-            prompt,
-            params,
-            self._owner.ready().spec,
-            emit=bridge.emit,
-        )
         self.engine.submit(sequence)
         is_over = False
         try:
@@ -120,19 +119,41 @@ async def _wait_for_end(bridge: EventBridge[TokenEvent]) -> None:
             pass
 
 
-def _checked_prompt(
-    request: pb.DecodeServiceGenerateRequest, lease: KvLease, spec: ModelSpec
-) -> tuple[int, ...]:
-    prompt = tuple(request.prompt_token_ids)
+def _sequence(
+    request: pb.DecodeServiceGenerateRequest,
+    lease: KvLease,
+    params: SamplingParams,
+    spec: ModelSpec,
+    emit: Callable[[TokenEvent | HeadwaterError], None],
+) -> Sequence:
+    """The request as the engine takes it.
+
+    Raises InvalidRequestError when its tokens do not fit the lease, the model or the vocabulary.
+    """
+    prompt, output = list(request.prompt_token_ids), list(request.output_token_ids)
+    tokens = prompt + output
     longest = min(lease.capacity_tokens, spec.max_context_tokens - 1)
-    if not 1 <= len(prompt) <= longest:
+    if not prompt or not lease.cached_tokens < len(tokens) <= longest:
         raise InvalidRequestError(
             "prompt_token_ids",
-            f"must be 1 to {longest} tokens, as lease and model hold, got {len(prompt)}",
+            f"must be {lease.cached_tokens + 1} to {longest} tokens, as lease and model hold, got "
+            f"{len(tokens)}",
         )
-    for token_id in prompt:
+    for token_id in tokens:
         check_token_id("prompt_token_ids", token_id, spec.vocab_size)
-    return prompt
+    room = spec.max_context_tokens - len(prompt)
+    return Sequence(
+        request_id=request.request_id,
+        lease=lease,
+        tokens=tokens,
+        max_tokens=min(room, params.max_tokens or room),
+        sampler=SamplerState.create(params, prompt, spec.eos_token_ids, output),
+        emit=emit,
+        priority=request.priority,
+        num_computed=lease.cached_tokens if request.extends_prompt else len(tokens),
+        has_hidden=not request.extends_prompt,
+        block_ids=list(lease.block_ids),
+    )
 
 
 def _event_to_pb(event: TokenEvent) -> pb.DecodeServiceGenerateResponse:

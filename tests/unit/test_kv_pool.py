@@ -15,6 +15,7 @@ from headwater.errors import (
     SegmentError,
     StaleEpochError,
 )
+from headwater.kv.hashing import block_hashes
 from headwater.kv.layout import LAYOUT_VERSION, KvKind, KvLayout
 from headwater.kv.pool import KvPool
 from headwater.kv.writer import KvWriter
@@ -22,6 +23,9 @@ from headwater.shm import Lifetime, Segment, SegmentKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from headwater.kv.blocks import BlockEvent
+    from headwater.kv.lease import KvLease
 
 LAYOUT = KvLayout(KvKind.GQA, 2, 8, 4, 2, 8, 4, 16)
 EPOCH = 77
@@ -82,15 +86,15 @@ def test_layout_parts_do_not_overlap() -> None:
 
 
 def test_blocks_are_lent_once_and_come_back(pool: KvPool) -> None:
-    first = pool.reserve("a", 9, 8)  # 16 tokens with KV: 4 blocks
-    second = pool.reserve("b", 13, 1)
-    assert len(first.block_ids) == 4
-    assert len(second.block_ids) == 4
-    assert sorted(first.block_ids + second.block_ids) == list(range(8))
-    with pytest.raises(KvExhaustedError, match="0 of 8 blocks"):
+    first = pool.reserve("a", 13, 8)
+    second = pool.reserve("b", 12, 1)
+    assert (len(first.block_ids), len(second.block_ids)) == (4, 3)
+    assert len({*first.block_ids, *second.block_ids}) == 7
+    # The last block is kept for the growth of those under way.
+    with pytest.raises(KvExhaustedError, match="1 of 8 blocks"):
         pool.reserve("c", 1, 1)
     pool.release(EPOCH, [first.lease_id, 12345])
-    assert pool.num_free_blocks == 4
+    assert pool.num_free_blocks == 5
     assert pool.reserve("c", 1, 1).generation > second.generation
 
 
@@ -102,7 +106,7 @@ def test_what_never_fits_is_an_invalid_request(pool: KvPool) -> None:
 def test_slots_bound_the_leases(pool: KvPool) -> None:
     for i in range(4):
         pool.reserve(str(i), 1, 1)
-    with pytest.raises(KvExhaustedError, match="0 of 4 slots"):
+    with pytest.raises(KvExhaustedError, match="all 4 lease slots"):
         pool.reserve("5", 1, 1)
 
 
@@ -196,3 +200,111 @@ def test_writer_and_reader_see_the_same_memory(segment: Segment, writer: KvWrite
 def test_a_stale_handle_is_refused(segment: Segment) -> None:
     with pytest.raises(SegmentError, match="epoch"):
         KvWriter(dataclasses.replace(segment.handle, epoch=EPOCH + 1), LAYOUT)
+
+
+def names_of(tokens: range) -> tuple[bytes, ...]:
+    return block_hashes(tokens, LAYOUT.block_tokens)
+
+
+def complete(pool: KvPool, writer: KvWriter, tokens: range) -> KvLease:
+    """A pinned lease whose prompt is computed and whose full blocks are named."""
+    lease = pool.reserve("r", len(tokens), 1, names_of(tokens))
+    with writer.writing(lease):
+        writer.complete(lease)
+    pool.pin(EPOCH, lease.lease_id)
+    parent, size = b"", LAYOUT.block_tokens
+    for i, name in enumerate(names_of(tokens)):
+        pool.name_block(lease.block_ids[i], name, parent, tokens[i * size : (i + 1) * size])
+        parent = name
+    return lease
+
+
+def test_a_prompt_that_starts_alike_finds_its_blocks(pool: KvPool, writer: KvWriter) -> None:
+    first = complete(pool, writer, range(10))
+    again = pool.reserve("again", 12, 1, names_of(range(12)))
+    assert again.cached_tokens == 8
+    assert again.block_ids[:2] == first.block_ids[:2]
+    assert again.block_ids[2] not in first.block_ids
+    # Blocks stay usable after everybody has gone.
+    pool.finish(first)
+    pool.release(EPOCH, [again.lease_id])
+    assert (pool.num_free_blocks, pool.num_cached_blocks) == (8, 2)
+    assert pool.reserve("later", 9, 1, names_of(range(9))).cached_tokens == 8
+    assert (pool.queried_tokens, pool.cached_tokens) == (10 + 12 + 9, 16)
+
+
+def test_the_last_token_is_always_computed(pool: KvPool, writer: KvWriter) -> None:
+    pool.finish(complete(pool, writer, range(8)))
+    lease = pool.reserve("same", 8, 1, names_of(range(8)))
+    assert lease.cached_tokens == 4
+
+
+def test_another_start_finds_nothing(pool: KvPool, writer: KvWriter) -> None:
+    pool.finish(complete(pool, writer, range(8)))
+    other = (9, *range(1, 12))
+    assert pool.reserve("other", 12, 1, block_hashes(other, 4)).cached_tokens == 0
+
+
+def test_the_longest_unused_goes_first(pool: KvPool, writer: KvWriter) -> None:
+    events: list[BlockEvent] = []
+    pool._table._on_event = events.append
+    pool.finish(complete(pool, writer, range(0, 12)))
+    pool.finish(complete(pool, writer, range(100, 112)))
+    pool.release(EPOCH, [pool.reserve("use", 12, 1, names_of(range(0, 12))).lease_id])
+    # 6 named, 2 unnamed; 4 blocks more than the unnamed ones are needed.
+    pool.release(EPOCH, [pool.reserve("big", 24, 1).lease_id])
+    assert pool.reserve("old", 12, 1, names_of(range(100, 112))).cached_tokens == 0
+    gone = [event.name for event in events if not event.is_stored]
+    # The last block of the first chain was not used again; of a chain the end goes first.
+    first, second = names_of(range(0, 12)), names_of(range(100, 112))
+    assert gone[:4] == [first[2], *reversed(second)]
+    stored = [event for event in events if event.is_stored]
+    assert [event.parent for event in stored[:2]] == [b"", stored[0].name]
+    assert stored[1].token_ids == (4, 5, 6, 7)
+
+
+def test_growth_and_giving_up(pool: KvPool, writer: KvWriter) -> None:
+    lease = complete(pool, writer, range(16))
+    grown = [pool.grow(lease) for _ in range(4)]
+    assert sorted([*lease.block_ids, *[b for b in grown if b is not None]]) == list(range(8))
+    assert pool.grow(lease) is None
+    pool.give_up_blocks(lease)
+    assert (pool.num_free_blocks, pool.num_cached_blocks, pool.num_leases) == (8, 4, 1)
+    refilled = pool.refill(lease, 20, names_of(range(20)), headroom=0)
+    assert refilled is not None
+    assert refilled[1] == 16
+    assert refilled[0][:4] == list(lease.block_ids)
+    pool.finish(lease)
+    assert pool.num_free_blocks == 8
+
+
+def test_a_refill_without_room_changes_nothing(pool: KvPool, writer: KvWriter) -> None:
+    lease = complete(pool, writer, range(16))
+    pool.give_up_blocks(lease)
+    other = pool.reserve("other", 16, 1)
+    assert pool.refill(lease, 20, names_of(range(20)), headroom=0) is None
+    assert pool.num_free_blocks == 4
+    pool.release(EPOCH, [other.lease_id])
+    assert pool.num_free_blocks == 8
+    pool.finish(lease)
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_rest(
+    pool: KvPool, writer: KvWriter, segment: Segment
+) -> None:
+    lease = pool.reserve("a", 10, 1)
+    with pytest.raises(LeaseError, match="not computed"):
+        pool.fork(EPOCH, lease.lease_id, 10)
+    with writer.writing(lease):
+        writer.memory.pages.layers[1][lease.block_ids[2]] = 3.0
+        writer.memory.hidden[lease.slot] = 5.0
+        writer.complete(lease)
+    fork, copies = pool.fork(EPOCH, lease.lease_id, 10)
+    writer.memory.copy(copies)
+    assert fork.block_ids[:2] == lease.block_ids[:2]
+    assert copies.blocks == ((lease.block_ids[2], fork.block_ids[2]),)
+    assert (writer.memory.pages.layers[1][fork.block_ids[2]] == 3.0).all()
+    assert (writer.memory.hidden[fork.slot] == 5.0).all()
+    for each in (lease, fork):
+        pool.finish(pool.pin(EPOCH, each.lease_id))
+    assert pool.num_free_blocks == 8

@@ -46,6 +46,20 @@ def test_frequencies_follow_the_softmax() -> None:
     torch.testing.assert_close(seen, torch.softmax(scores, 0), atol=0.015, rtol=0)
 
 
+def test_an_answer_can_be_gone_on_with_anywhere() -> None:
+    whole = state(seed=4, repetition_penalty=1.2, frequency_penalty=0.3)
+    tokens = [sample(logits(i), whole).id for i in range(30)]
+    for cut in (0, 1, 17, 29):
+        params = SamplingParams(seed=4, repetition_penalty=1.2, frequency_penalty=0.3)
+        rest = SamplerState.create(params, (1, 2), EOS, tokens[:cut])
+        assert [sample(logits(i), rest).id for i in range(cut, 30)] == tokens[cut:]
+
+
+def test_the_full_range_of_seeds() -> None:
+    for seed in (0, 2**63, 2**64 - 1):
+        assert 0 <= sample(logits(), state(seed=seed)).id < VOCAB
+
+
 def test_temperature_sharpens() -> None:
     scores = torch.tensor([0.0, 1.0])
     share = sum(draws(scores, 5000, temperature=0.5)) / 5000

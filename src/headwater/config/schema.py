@@ -63,6 +63,9 @@ class DecodeConfig:
     listen: str = setting("127.0.0.1:50052", "address to listen on", kind="address")
     threads: int = setting(0, "compute threads; 0: one per usable core", low=0, high=1024)
     max_batch: int = setting(16, "requests generating at once", low=1, high=4096)
+    extend_tokens: int = setting(
+        64, "prompt tokens that decode computes per step, at most", low=1, high=65536
+    )
     grace_seconds: float = setting(
         10.0, "time for running requests to end at a stop, in seconds", low=0.0, high=3600.0
     )

@@ -11,6 +11,7 @@ from headwater.kv.pages import KvPages
 
 if TYPE_CHECKING:
     from headwater.kv.layout import KvLayout
+    from headwater.kv.pool import KvCopies
     from headwater.shm import Segment
 
 
@@ -29,6 +30,14 @@ class KvMemory:
         self.hidden = torch.frombuffer(buffer, dtype=torch.float32).view(
             layout.num_slots, layout.hidden_size
         )
+
+    def copy(self, copies: KvCopies) -> None:
+        """Copies blocks, in all layers, and a slot's hidden state."""
+        for layer in self.pages.layers:
+            for source, target in copies.blocks:
+                layer[target] = layer[source]
+        source, target = copies.slots
+        self.hidden[target] = self.hidden[source]
 
 
 def _layer_view(segment: Segment, layout: KvLayout, layer: int) -> torch.Tensor:

@@ -1,0 +1,263 @@
+"""The decode engine's bookkeeping, with a model that notices every wrong block.
+
+The model keeps token ids in the KV pages and derives the next token from all of them, so that a
+block lost, shared too early or computed twice changes the answer.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from headwater.errors import HeadwaterError, KvExhaustedError, UnavailableError
+from headwater.generation import FinishReason, SamplingParams, TokenEvent
+from headwater.kv.hashing import block_hashes
+from headwater.kv.layout import LAYOUT_VERSION, KvKind, KvLayout
+from headwater.kv.memory import KvMemory
+from headwater.kv.pool import KvPool
+from headwater.services.decode.engine import DecodeEngine
+from headwater.services.decode.sampler import SamplerState
+from headwater.services.decode.sequence import Sequence
+from headwater.shm import Lifetime, Segment, SegmentKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from headwater.kv.pages import KvPages
+    from headwater.model.batch import Batch
+
+VOCAB = 200
+BLOCK = 4
+HIDDEN = 2
+SECONDS = 60
+
+
+class RememberingModel:
+    """hidden = (next token, 0); BF16 holds token ids up to 256 exactly."""
+
+    def __init__(self) -> None:
+        self.batch_sizes: list[int] = []
+        self.computed_tokens = 0
+
+    def forward(self, batch: Batch, pages: KvPages) -> torch.Tensor:
+        self.batch_sizes.append(len(batch.spans))
+        self.computed_tokens += len(batch.token_ids)
+        pages.layers[0][batch.blocks, batch.offsets, 0] = batch.token_ids.to(torch.bfloat16)
+        hidden = torch.zeros(len(batch.token_ids), HIDDEN)
+        for span in batch.spans:
+            seen = pages.layers[0][span.block_ids, :, 0].flatten()[: span.num_tokens].tolist()
+            for row in range(span.num_new):
+                history = seen[: span.start + row + 1]
+                hidden[span.first_row + row, 0] = following([int(t) for t in history])
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = torch.zeros(len(hidden), VOCAB)
+        scores[torch.arange(len(hidden)), hidden[:, 0].long()] = 1.0
+        return scores
+
+
+def following(history: list[int]) -> int:
+    value = len(history)
+    for token in history:
+        value = (value * 31 + token) % 1009
+    return value % VOCAB
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(following(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Rig:
+    """An engine on a pool, and requests to it."""
+
+    model: RememberingModel
+    pool: KvPool
+    engine: DecodeEngine
+
+    def ask(self, prompt: list[int], count: int, priority: int = 0) -> Request:
+        """Starts a request that computes its own prompt; waits while the pool has no room."""
+        names = block_hashes(prompt, BLOCK)
+        while True:
+            try:
+                lease = self.pool.reserve("r", len(prompt), count, names)
+                break
+            except KvExhaustedError:
+                os.sched_yield()
+        lease = self.pool.pin(lease.segment.epoch, lease.lease_id, is_prefilled=False)
+        events: queue.SimpleQueue[TokenEvent | HeadwaterError] = queue.SimpleQueue()
+
+        def emit(event: TokenEvent | HeadwaterError) -> None:
+            if isinstance(event, HeadwaterError) or event.finish_reason is not None:
+                self.pool.finish(lease)
+            events.put(event)
+
+        params = SamplingParams(temperature=0.0, max_tokens=count)
+        sequence = Sequence(
+            "r",
+            lease,
+            list(prompt),
+            count,
+            SamplerState.create(params, prompt, ()),
+            emit,
+            priority=priority,
+            num_computed=lease.cached_tokens,
+            block_ids=list(lease.block_ids),
+        )
+        self.engine.submit(sequence)
+        return Request(sequence, events)
+
+
+@dataclass
+class Request:
+    sequence: Sequence
+    events: queue.SimpleQueue[TokenEvent | HeadwaterError]
+
+    def tokens(self, stop_after: int | None = None) -> list[int]:
+        """The answer; cancels after so many tokens."""
+        got: list[int] = []
+        while True:
+            event = self.events.get(timeout=SECONDS)
+            if isinstance(event, HeadwaterError):
+                raise event
+            got += [token.id for token in event.tokens]
+            if stop_after is not None and len(got) >= stop_after:
+                self.sequence.is_cancelled = True
+            if event.finish_reason is not None:
+                return got
+
+
+@pytest.fixture
+def make_rig(shm_prefix: str) -> Iterator[Callable[..., Rig]]:
+    made: list[tuple[Segment, Rig]] = []
+
+    def make(num_blocks: int, max_batch: int = 8, extend_tokens: int = 6) -> Rig:
+        layout = KvLayout(KvKind.MLA, 1, num_blocks, BLOCK, 1, 2, 64, HIDDEN)
+        segment = Segment.create(
+            f"{shm_prefix}.kv",
+            layout.payload_bytes,
+            kind=SegmentKind.KV,
+            lifetime=Lifetime.BOUND,
+            epoch=1,
+            layout_version=LAYOUT_VERSION,
+        )
+        segment.mark_ready()
+        pool = KvPool(segment, layout, ttl_ms=10**6)
+        model = RememberingModel()
+        engine = DecodeEngine(
+            model,  # type: ignore[arg-type]
+            KvMemory(segment, layout),
+            pool,
+            max_batch=max_batch,
+            extend_tokens=extend_tokens,
+        )
+        engine.start()
+        rig = Rig(model, pool, engine)
+        made.append((segment, rig))
+        return rig
+
+    yield make
+    for segment, rig in made:
+        rig.engine.stop()
+        segment.close()
+
+
+def test_one_request(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(64)
+    assert rig.ask([5, 6, 7], 20).tokens() == expected([5, 6, 7], 20)
+    assert rig.pool.num_free_blocks == 64
+
+
+def test_many_requests_in_a_pool_that_is_too_small(make_rig: Callable[..., Rig]) -> None:
+    """Mixed lengths, common prefixes, cancellations, preemptions: all answers are right."""
+    seed = 20261129
+    rng = random.Random(seed)
+    rig = make_rig(24)
+    stems = [[rng.randrange(VOCAB) for _ in range(12)] for _ in range(3)]
+    prompts = [
+        [*rng.choice(stems)[: rng.randrange(1, 13)], *rng.choices(range(VOCAB), k=rng.randrange(9))]
+        for _ in range(32)
+    ]
+    counts = [rng.randrange(1, 60) for _ in prompts]
+    requests = [rig.ask(p, n, rng.randrange(2)) for p, n in zip(prompts, counts, strict=True)]
+    for i, request in enumerate(requests):
+        wanted = expected(prompts[i], counts[i])
+        if i % 5 == 4:
+            got = request.tokens(stop_after=3)
+            assert got == wanted[: len(got)], f"seed {seed}, request {i}"
+        else:
+            assert request.tokens() == wanted, f"seed {seed}, request {i}"
+    assert rig.engine.num_preemptions > 0
+    assert rig.pool.num_leases == 0
+    assert rig.pool.num_free_blocks == 24
+
+
+def test_a_second_turn_computes_only_what_is_new(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(64)
+    first = list(range(40))
+    answer = rig.ask(first, 24).tokens()
+    before = rig.model.computed_tokens
+    second = [*first, *answer, 7, 7, 7]
+    assert rig.ask(second, 2).tokens() == expected(second, 2)
+    # The answer's last token was never computed; blocks have 4 tokens.
+    assert rig.model.computed_tokens - before <= 3 + BLOCK + 2
+
+
+def test_a_long_prompt_does_not_hold_up_others(make_rig: Callable[..., Rig]) -> None:
+    """While it extends, in chunks, the other request gets a token in each step."""
+    rig = make_rig(128, extend_tokens=6)
+    short = rig.ask([1, 2, 3], 400)
+    long = rig.ask([i % VOCAB for i in range(300)], 1)
+    assert long.tokens() == expected([i % VOCAB for i in range(300)], 1)
+    steps = len(rig.model.batch_sizes)
+    assert steps >= 300 // 6
+    assert short.tokens() == expected([1, 2, 3], 400)
+    assert max(rig.model.batch_sizes) == 2
+
+
+def test_priority_goes_first(make_rig: Callable[..., Rig]) -> None:
+    """With one place in the batch, the urgent request overtakes those that wait."""
+    rig = make_rig(64, max_batch=1)
+    running = rig.ask([1], 200)
+    waiting = rig.ask([2], 5)
+    urgent = rig.ask([3], 5, priority=1)
+    order: list[str] = []
+    waiting.sequence.emit = note(order, "waiting", waiting)
+    urgent.sequence.emit = note(order, "urgent", urgent)
+    running.tokens()
+    assert urgent.tokens() == expected([3], 5)
+    assert waiting.tokens() == expected([2], 5)
+    assert order[0] == "urgent"
+
+
+def note(
+    order: list[str], name: str, request: Request
+) -> Callable[[TokenEvent | HeadwaterError], None]:
+    emit = request.sequence.emit
+
+    def noting(event: TokenEvent | HeadwaterError) -> None:
+        order.append(name)
+        emit(event)
+
+    return noting
+
+
+def test_stopping_ends_everybody(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(64)
+    request = rig.ask([1], 250)
+    first = request.events.get(timeout=SECONDS)
+    assert isinstance(first, TokenEvent)
+    assert first.finish_reason in (None, FinishReason.LENGTH)
+    rig.engine.stop()
+    with pytest.raises(UnavailableError):
+        request.tokens()
