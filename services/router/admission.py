@@ -54,7 +54,7 @@ class Admission:
             async with asyncio.timeout(limit - time.monotonic()), self._first_in_line:
                 while self.num_running >= self.max_running:
                     await self._place_free(None)
-                room = await self._room(reserve)
+                room = await self._wait_for_room(reserve)
                 self.num_running += 1
                 return room
         except TimeoutError:
@@ -76,7 +76,21 @@ class Admission:
         self._mean_held_seconds += _MEAN_WEIGHT * (held_seconds - self._mean_held_seconds)
         self._place_freed.set()
 
-    async def _room(self, reserve: Callable[[], Awaitable[_Room]]) -> _Room:
+    async def room(self, reserve: Callable[[], Awaitable[_Room]], deadline: float | None) -> _Room:
+        """Waits for room, for a request that has its place already.
+
+        Raises DeadlineError when `deadline` passes.
+        """
+        left = None if deadline is None else deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(left):
+                return await self._wait_for_room(reserve)
+        except TimeoutError:
+            raise DeadlineError(
+                "the request's deadline passed while it waited for KV blocks"
+            ) from None
+
+    async def _wait_for_room(self, reserve: Callable[[], Awaitable[_Room]]) -> _Room:
         while True:
             self._place_freed.clear()
             try:

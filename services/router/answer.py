@@ -64,11 +64,11 @@ class Stopwatch:
 
     def admitted(self) -> None:
         """The request leaves the queue."""
-        self._admitted = time.monotonic()
+        self._admitted = self._admitted or time.monotonic()
 
     def prefilled(self) -> None:
         """The prompt is computed."""
-        self._prefilled = time.monotonic()
+        self._prefilled = self._prefilled or time.monotonic()
 
     def token(self) -> None:
         """A token has come."""

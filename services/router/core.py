@@ -5,27 +5,29 @@ Knows the engines only through headwater.services.router.engines, and nothing of
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 import logging
+import secrets
 from collections import defaultdict
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from headwater.errors import HeadwaterError, InternalError, UnavailableError
-from headwater.generation import TextEvent, Usage
+from headwater.errors import UnavailableError
+from headwater.generation import TextEvent
 from headwater.services.router.abort import AbortSwitch
 from headwater.services.router.admission import Admission
 from headwater.services.router.answer import Answer, Stopwatch
+from headwater.services.router.branch import Branch
 from headwater.services.router.leases import LeaseKeeper
+from headwater.services.router.merge import merge
+from headwater.services.router.preparation import Background, Preparation
+from headwater.services.router.recovery import Recovery
 from headwater.telemetry.metrics import record_request
 from headwater.telemetry.rate import RateMeter
-from headwater.telemetry.tracing import span
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Coroutine
+    from collections.abc import AsyncGenerator
 
     from headwater.generation import SamplingParams
     from headwater.services.router.engines import DecodeEngine, Engine, Lease, PrefillEngine
@@ -39,7 +41,10 @@ MAX_WAIT_SECONDS = 600.0
 
 
 class RouterCore:
-    """Serves requests for one model with one prefill and one decode engine."""
+    """Serves requests for one model with one prefill and one decode engine.
+
+    A request that loses an engine waits up to `recovery_seconds` for it and goes on.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class RouterCore:
         max_running: int,
         max_waiting: int,
         max_wait_seconds: float = MAX_WAIT_SECONDS,
+        recovery_seconds: float = 0.0,
     ) -> None:
         self.model = model
         self.prefill = prefill
@@ -61,7 +67,8 @@ class RouterCore:
         self.generated_tokens = RateMeter()
         self._leases = LeaseKeeper(decode)
         self._switches: defaultdict[str, set[AbortSwitch]] = defaultdict(set)
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Background()
+        self._recovery_seconds = recovery_seconds
 
     @property
     def engines(self) -> tuple[Engine, Engine]:
@@ -99,51 +106,90 @@ class RouterCore:
     async def stop(self) -> None:
         """Ends heartbeats and waits until the last leases are given back."""
         await self._leases.stop()
-        if self._background:
-            await asyncio.wait(self._background)
+        await self._background.stop()
 
     async def _run(
         self, request: RouterRequest, deadline: float | None
     ) -> AsyncGenerator[TextEvent, None]:
         watch = Stopwatch()
         self._check_engines()
-        name = request.request_id
         prompt = await self.model.encode(request.prompt)
-        sampling = self.model.fit(len(prompt), request.sampling)
-        answer = Answer(request, self.model.tokenizer)
-        lease = await self._admit(name, len(prompt), sampling, deadline)
+        sampling = _with_seed(self.model.fit(len(prompt), request.sampling))
+        preparation = self._preparation(request, prompt, sampling, deadline)
+        lease = await preparation.admitted()
         watch.admitted()
-        last: TextEvent | None = None
         try:
-            with self._leases.keeping(lease):
-                async with aclosing(self.prefill.prefill(name, prompt, lease, deadline)) as shares:
-                    async for share in shares:
-                        yield TextEvent("", prefill_progress=share)
-                watch.prefilled()
-                # Stop strings are matched here; the decode engine refuses them.
-                plain = dataclasses.replace(sampling, stop=(), include_stop=False)
-                async with aclosing(
-                    self.decode.generate(name, lease, prompt, plain, deadline)
-                ) as steps:
-                    async for step in steps:
-                        watch.token()
-                        event = answer.take(step)
-                        self.generated_tokens.add(len(event.tokens))
-                        if event.finish_reason is not None:
-                            last = event
-                            break
-                        yield event
+            async with aclosing(preparation.first(lease)) as steps:
+                async for step in steps:
+                    if isinstance(step, float):
+                        yield TextEvent("", prefill_progress=step)
+                    else:
+                        lease = step
+            watch.prefilled()
+            leases = [lease, *await preparation.forks(lease, request.n - 1)]
+            branches = [
+                self._branch(i, each, request, sampling, preparation, watch)
+                for i, each in enumerate(leases)
+            ]
+            async with aclosing(merge([branch.events() for branch in branches])) as events:
+                async for event in events:
+                    self._count(event)
+                    yield event
         finally:
+            preparation.close()
             self.admission.leave(watch.held_seconds())
-            # The end of the decode engine's stream is the end of the lease; nothing else is.
-            if last is None or last.matched_stop is not None:
-                self._spawn(self._release(lease))
-        if last is None:
-            raise InternalError(f"{self.decode.name} ended its stream without a finish reason")
-        usage = Usage(len(prompt), answer.num_tokens, lease.cached_tokens)
-        timings = watch.timings()
-        record_request(self.model.name, usage, timings)
-        yield dataclasses.replace(last, usage=usage, timings=timings)
+
+    def _preparation(
+        self,
+        request: RouterRequest,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        deadline: float | None,
+    ) -> Preparation:
+        assert sampling.max_tokens is not None  # ServedModel.fit fills it in
+        return Preparation(
+            name=request.request_id,
+            prompt=prompt,
+            max_tokens=sampling.max_tokens,
+            priority=request.priority,
+            deadline=deadline,
+            prefill=self.prefill,
+            decode=self.decode,
+            admission=self.admission,
+            leases=self._leases,
+            background=self._background,
+            recovery=self._recovery(request, deadline),
+        )
+
+    def _branch(
+        self,
+        index: int,
+        lease: Lease,
+        request: RouterRequest,
+        sampling: SamplingParams,
+        preparation: Preparation,
+        watch: Stopwatch,
+    ) -> Branch:
+        assert sampling.seed is not None
+        # Each answer has draws of its own.
+        seed = (sampling.seed + index) % 2**64
+        return Branch(
+            index,
+            lease,
+            Answer(request, self.model.tokenizer),
+            dataclasses.replace(sampling, seed=seed),
+            preparation,
+            self._recovery(request, preparation.deadline),
+            watch,
+        )
+
+    def _recovery(self, request: RouterRequest, deadline: float | None) -> Recovery:
+        return Recovery(request.request_id, self.engines, self._recovery_seconds, deadline)
+
+    def _count(self, event: TextEvent) -> None:
+        self.generated_tokens.add(len(event.tokens))
+        if event.usage is not None and event.timings is not None:
+            record_request(self.model.name, event.usage, event.timings)
 
     def _check_engines(self) -> None:
         """Fails at once, and by name, instead of after a time-out."""
@@ -154,45 +200,15 @@ class RouterCore:
                     "or stopped; try again later"
                 )
 
-    async def _admit(
-        self, name: str, num_prompt_tokens: int, sampling: SamplingParams, deadline: float | None
-    ) -> Lease:
-        """Waits for a place and for KV blocks."""
-        assert sampling.max_tokens is not None  # ServedModel.fit fills it in
-
-        async def reserve(max_new_tokens: int = sampling.max_tokens) -> Lease:
-            call = asyncio.ensure_future(
-                self.decode.reserve(name, num_prompt_tokens, max_new_tokens, deadline)
-            )
-            try:
-                return await asyncio.shield(call)
-            except asyncio.CancelledError:
-                # The lease may have been granted by now, and then nobody else would return it.
-                self._spawn(self._release_when_granted(call))
-                raise
-
-        with span("router.queue"):
-            return await self.admission.enter(reserve, deadline)
-
-    async def _release_when_granted(self, call: asyncio.Future[Lease]) -> None:
-        with contextlib.suppress(HeadwaterError):
-            await self._release(await call)
-
-    async def _release(self, lease: Lease) -> None:
-        try:
-            await self.decode.release(lease.epoch, [lease.id])
-        except HeadwaterError as error:
-            # Its time to live runs out by itself.
-            logger.warning("lease %d was not given back: %s", lease.id, error)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Runs `work` beyond the end, or the cancellation, of the request it belongs to."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
     def _forget(self, request_id: str, switch: AbortSwitch) -> None:
         switches = self._switches[request_id]
         switches.discard(switch)
         if not switches:
             del self._switches[request_id]
+
+
+def _with_seed(sampling: SamplingParams) -> SamplingParams:
+    """A request goes on after a loss with the same draws, so its seed must be known here."""
+    if sampling.seed is not None:
+        return sampling
+    return dataclasses.replace(sampling, seed=secrets.randbits(64))

@@ -64,9 +64,16 @@ class DecodeEngine(Engine, Protocol):
     """Owns the KV pool and generates tokens."""
 
     async def reserve(
-        self, request_id: str, prompt_tokens: int, max_new_tokens: int, deadline: float | None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        deadline: float | None,
     ) -> Lease:
-        """Leases blocks. Raises KvExhaustedError when there is no room at the moment."""
+        """Leases blocks for a prompt. Raises KvExhaustedError when there is no room now."""
+
+    async def fork(self, lease: Lease, prompt_tokens: int, deadline: float | None) -> Lease:
+        """Another lease on a prefilled prompt. Raises KvExhaustedError when there is no room."""
 
     async def renew(self, epoch: int, lease_ids: Sequence[int]) -> frozenset[int]:
         """Extends leases by their time to live; returns those that are not alive any more."""
@@ -82,7 +89,12 @@ class DecodeEngine(Engine, Protocol):
         request_id: str,
         lease: Lease,
         prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
         sampling: SamplingParams,
+        priority: int,
         deadline: float | None,
     ) -> AsyncGenerator[TokenEvent, None]:
-        """Yields tokens; the last event has a finish reason. Closing it cancels."""
+        """Yields the tokens that follow prompt and output; the last event has a finish reason.
+
+        Closing it cancels.
+        """

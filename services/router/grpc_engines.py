@@ -12,9 +12,11 @@ from headwater.errors import (
     DeadlineError,
     HeadwaterError,
     LeaseError,
+    SegmentError,
     UnavailableError,
 )
 from headwater.generation import TokenEvent
+from headwater.kv.hashing import block_hashes
 from headwater.rpc.channel import open_channel
 from headwater.services.router.engines import KvUse, Lease
 from headwater.services.router.health import HealthWatch
@@ -94,7 +96,7 @@ class Peer:
                 f"{self.name} at {self.address} went away while {doing} ({error}); the request "
                 "was not completed; retry"
             )
-        if isinstance(error, LeaseError):
+        if isinstance(error, LeaseError | SegmentError):
             return UnavailableError(
                 f"{self.name} at {self.address} lost the request's KV lease while {doing} "
                 f"({error}); the request was not completed; retry"
@@ -139,22 +141,35 @@ class GrpcDecode(Peer):
         super().__init__("decode", address, "headwater.v1.DecodeService")
         self._service = decode_service_pb2_grpc.DecodeServiceStub(self.channel)
         self._memory = memory_service_pb2_grpc.MemoryServiceStub(self.channel)
+        # Learned from the first lease; before it there is nothing in the pool to find anyway.
+        self._block_tokens: int | None = None
 
     async def reserve(
-        self, request_id: str, prompt_tokens: int, max_new_tokens: int, deadline: float | None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        deadline: float | None,
     ) -> Lease:
         """See DecodeEngine."""
+        names = block_hashes(token_ids, self._block_tokens) if self._block_tokens else ()
         request = memory_service_pb2.ReserveKvRequest(
-            request_id=request_id, prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens
+            request_id=request_id,
+            prompt_tokens=len(token_ids),
+            max_new_tokens=max_new_tokens,
+            block_hashes=names,
         )
         reply = await self.control(self._memory.ReserveKv, request, "reserving KV blocks", deadline)
-        return Lease(
-            id=reply.lease.lease_id,
-            epoch=reply.lease.segment.epoch,
-            cached_tokens=reply.lease.cached_tokens,
-            ttl_seconds=reply.lease.ttl_ms / 1000,
-            handle=reply.lease,
+        self._block_tokens = reply.lease.layout.block_tokens
+        return _lease_from_pb(reply.lease)
+
+    async def fork(self, lease: Lease, prompt_tokens: int, deadline: float | None) -> Lease:
+        """See DecodeEngine."""
+        request = memory_service_pb2.ForkKvRequest(
+            epoch=lease.epoch, lease_id=lease.id, prompt_tokens=prompt_tokens
         )
+        reply = await self.control(self._memory.ForkKv, request, "forking a lease", deadline)
+        return _lease_from_pb(reply.lease)
 
     async def renew(self, epoch: int, lease_ids: Sequence[int]) -> frozenset[int]:
         """See DecodeEngine."""
@@ -179,7 +194,9 @@ class GrpcDecode(Peer):
         request_id: str,
         lease: Lease,
         prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
         sampling: SamplingParams,
+        priority: int,
         deadline: float | None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """See DecodeEngine."""
@@ -188,7 +205,9 @@ class GrpcDecode(Peer):
             lease_id=lease.id,
             epoch=lease.epoch,
             prompt_token_ids=prompt_token_ids,
+            output_token_ids=output_token_ids,
             sampling=sampling_to_pb(sampling),
+            priority=priority,
         )
         with span("router.decode"):
             call = self._service.Generate(
@@ -201,6 +220,16 @@ class GrpcDecode(Peer):
                 raise self.error(failure, "generating") from failure
             finally:
                 call.cancel()
+
+
+def _lease_from_pb(message: kv_pb2.KvLease) -> Lease:
+    return Lease(
+        id=message.lease_id,
+        epoch=message.segment.epoch,
+        cached_tokens=message.cached_tokens,
+        ttl_seconds=message.ttl_ms / 1000,
+        handle=message,
+    )
 
 
 def _seconds_left(deadline: float | None) -> float | None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 
+from headwater.errors import InvalidRequestError
 from headwater.generation import SamplingParams, check_request_id
+
+MAX_ANSWERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +35,29 @@ class TokenPrompt:
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
-def _new_request_id() -> str:
+def new_request_id() -> str:
+    """A name that no other request has."""
     return uuid.uuid4().hex
 
 
 @dataclass(frozen=True, slots=True)
 class RouterRequest:
-    """One request; with `wants_text` False only tokens are delivered.
+    """One request for `n` answers; with `wants_text` False only tokens are delivered.
 
-    `skip_special_tokens` leaves tokens that mark structure out of the text.
+    `skip_special_tokens` leaves tokens that mark structure out of the text. Requests of a higher
+    `priority` run first.
     """
 
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    request_id: str = field(default_factory=_new_request_id)
+    request_id: str = field(default_factory=new_request_id)
     wants_text: bool = True
     skip_special_tokens: bool = True
+    n: int = 1
+    priority: int = 0
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequestError when the request id is too long."""
+        """Raises InvalidRequestError when the request id is too long or `n` out of range."""
         check_request_id(self.request_id)
+        if not 1 <= self.n <= MAX_ANSWERS:
+            raise InvalidRequestError("n", f"must be between 1 and {MAX_ANSWERS}, got {self.n}")

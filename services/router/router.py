@@ -81,6 +81,7 @@ def build_router(
     *,
     max_running: int,
     max_waiting: int,
+    recovery_seconds: float = 0.0,
 ) -> Router:
     """A router for the model in `model_dir`; to be called in a running event loop.
 
@@ -95,5 +96,6 @@ def build_router(
         decode=decode,
         max_running=max_running,
         max_waiting=max_waiting,
+        recovery_seconds=recovery_seconds,
     )
     return Router(core, prefill, decode)

@@ -24,6 +24,7 @@ async def run(config: Config) -> None:
         config.router.decode_address,
         max_running=config.router.max_running_requests,
         max_waiting=config.router.max_waiting_requests,
+        recovery_seconds=config.router.recovery_seconds,
     )
     server = Server(config.router.listen, router.registrations)
     await server.start()

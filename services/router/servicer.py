@@ -14,6 +14,7 @@ from headwater.services.router.requests import (
     RouterRequest,
     TextPrompt,
     TokenPrompt,
+    new_request_id,
 )
 from headwater.v1 import router_service_pb2 as pb
 from headwater.v1 import router_service_pb2_grpc
@@ -95,11 +96,13 @@ def deadline_of(context: Context) -> float | None:
 
 
 def _request_from_pb(request: pb.GenerateRequest) -> RouterRequest:
-    prompt = _prompt_from_pb(request)
-    sampling = sampling_from_pb(request.sampling)
-    if not request.request_id:
-        return RouterRequest(prompt, sampling)
-    return RouterRequest(prompt, sampling, request.request_id)
+    return RouterRequest(
+        _prompt_from_pb(request),
+        sampling_from_pb(request.sampling),
+        request.request_id or new_request_id(),
+        n=request.n or 1,
+        priority=request.priority,
+    )
 
 
 def _prompt_from_pb(request: pb.GenerateRequest) -> Prompt:
@@ -124,4 +127,5 @@ def _event_to_pb(request_id: str, event: TextEvent) -> pb.GenerateResponse:
         usage=None if event.usage is None else usage_to_pb(event.usage),
         timings=None if event.timings is None else timings_to_pb(event.timings),
         prefill_progress=event.prefill_progress,
+        index=event.index,
     )

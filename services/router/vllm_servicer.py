@@ -50,25 +50,29 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._last_receive_unix_seconds = time.time()
         asked = _request_from_vllm(request)
         num_prompt_tokens = len(request.tokenized.input_ids)
-        tokens: list[Token] = []
+        answers: list[list[Token]] = [[] for _ in range(asked.n)]
         try:
             async with aclosing(self._core.generate(asked, deadline_of(context))) as events:
                 async for event in events:
+                    tokens = answers[event.index]
                     tokens.extend(event.tokens)
                     if event.tokens and request.stream:
-                        yield chunk_to_vllm(event.tokens, Usage(num_prompt_tokens, len(tokens)))
+                        usage = Usage(num_prompt_tokens, len(tokens))
+                        yield chunk_to_vllm(event.tokens, usage, event.index)
                     if event.finish_reason is not None and event.usage is not None:
                         yield complete_to_vllm(
                             tokens,
                             event.usage,
                             event.finish_reason,
+                            event.index,
                             matched_stop=event.matched_stop,
                             stop_token_id=event.stop_token_id,
                         )
         except CancelledError:
             # By Abort; the caller still listens, and this is how the protocol tells it.
-            usage = Usage(num_prompt_tokens, len(tokens))
-            yield complete_to_vllm(tokens, usage, FinishReason.CANCELLED)
+            for index, tokens in enumerate(answers):
+                usage = Usage(num_prompt_tokens, len(tokens))
+                yield complete_to_vllm(tokens, usage, FinishReason.CANCELLED, index)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends requests; names that are not known are passed over."""
@@ -207,4 +211,5 @@ def _request_from_vllm(request: pb.GenerateRequest) -> RouterRequest:
         request.request_id,
         wants_text=False,
         skip_special_tokens=request.sampling_params.skip_special_tokens,
+        n=request.sampling_params.n or 1,
     )

@@ -176,7 +176,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """What the router streams: new text and tokens; the last one carries the summary."""
+    """What the router streams: new text and tokens of the answer `index`.
+
+    The last event of an answer carries finish reason, usage and timings.
+    """
 
     text: str
     tokens: tuple[Token, ...] = ()
@@ -186,3 +189,4 @@ class TextEvent:
     prefill_progress: float | None = None
     matched_stop: str | None = None
     stop_token_id: int | None = None
+    index: int = 0

@@ -35,6 +35,7 @@ class Stack:
     def __init__(self, model: Path, shm_prefix: str, log_dir: Path, settings: list[str]) -> None:
         self.addresses = {name: f"127.0.0.1:{free_port()}" for name in SERVICES}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.first_pids: dict[str, int] = {}
         self._log_dir = log_dir
         self._settings = [
             f"model.path={model}",
@@ -55,16 +56,20 @@ class Stack:
     def start(self, *names: str) -> None:
         """Starts the named processes, all if none is named, and waits until they serve."""
         for name in names or tuple(SERVICES):
-            command = [sys.executable, "-m", f"headwater.services.{name}"]
-            for setting in self._settings:
-                command += ["--set", setting]
-            with self.log_path(name).open("ab") as log:
-                self.processes[name] = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT
-                )
+            self.spawn(name)
         for name in SERVICES:
             if name in self.processes:
                 self.wait_until_serving(name)
+
+    def spawn(self, name: str) -> None:
+        """Starts a process without waiting for it."""
+        command = [sys.executable, "-m", f"headwater.services.{name}"]
+        for setting in self._settings:
+            command += ["--set", setting]
+        with self.log_path(name).open("ab") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        self.processes[name] = process
+        self.first_pids.setdefault(name, process.pid)
 
     def wait_until_serving(self, name: str, seconds: float = START_SECONDS) -> None:
         """Returns once the process says SERVING; fails with its log otherwise."""

@@ -100,6 +100,52 @@ async def wait_until_idle(stack: Stack) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_a_second_turn_finds_the_first(stack: Stack) -> None:
+    """The prefix cache: what two prompts share is computed once, and changes no token."""
+    alone = make_prompt(200)
+    async with Client(stack.addresses["router"]) as client:
+        first, last = await collect(client.generate(alone, GREEDY))
+        second = (*alone, *(token for token, _ in first), 7, 7, 7)
+        _, last = await collect(client.generate(second, GREEDY))
+        assert last.usage is not None
+        # Blocks have 16 tokens; the first answer's last token was never computed.
+        assert last.usage.cached_tokens >= len(second) - 3 - 1 - 16
+        again, last = await collect(client.generate(alone, GREEDY))
+        assert last.usage is not None
+        assert last.usage.cached_tokens == 192
+        assert again == first
+
+
+def make_prompt(length: int) -> tuple[int, ...]:
+    return tuple((i * i + 3) % 256 for i in range(length))
+
+
+async def test_several_answers_to_one_prompt(stack: Stack) -> None:
+    from headwater.rpc.channel import open_channel
+    from headwater.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
+
+    async def answers(n: int, seed: int) -> dict[int, list[int]]:
+        request = router_service_pb2.GenerateRequest(
+            text="a prompt that does not end with a block",
+            n=n,
+            sampling=generation_pb2.SamplingParams(seed=seed, max_tokens=30, ignore_eos=True),
+        )
+        found: dict[int, list[int]] = {}
+        async with open_channel(stack.addresses["router"]) as channel:
+            stub = router_service_pb2_grpc.RouterServiceStub(channel)
+            async for reply in stub.Generate(request):
+                found.setdefault(reply.index, []).extend(t.token_id for t in reply.tokens)
+        return found
+
+    together = await answers(3, seed=10)
+    assert {index: len(tokens) for index, tokens in together.items()} == {0: 30, 1: 30, 2: 30}
+    for index in range(3):
+        alone = await answers(1, seed=10 + index)
+        assert alone[0] == together[index]
+    assert together[0] != together[1]
+    await wait_until_idle(stack)
+
+
 async def test_a_seed_repeats_through_the_whole_stack(stack: Stack) -> None:
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
     async with Client(stack.addresses["router"]) as client:

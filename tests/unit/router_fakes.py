@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
+from headwater.errors import UnavailableError
 from headwater.generation import FinishReason, SamplingParams, Token, TokenEvent
 from headwater.services.router.core import RouterCore
 from headwater.services.router.engines import KvUse, Lease
@@ -68,16 +69,28 @@ class FakeDecode:
         self.ttl_seconds = 3600.0
         self.is_cancelled = False
         self.sampling: SamplingParams | None = None
+        self.samplings: list[SamplingParams] = []
+        self.num_forks = 0
+        # Positions in the script at which the engine goes away, once each.
+        self.deaths: set[int] = set()
         self.prompt: Sequence[int] = ()
 
     async def reserve(
-        self, request_id: str, prompt_tokens: int, max_new_tokens: int, deadline: float | None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        deadline: float | None,
     ) -> Lease:
         await self.reserve_gate.wait()
         if self.reserve_errors:
             raise self.reserve_errors.pop(0)
-        self.reserved.append((prompt_tokens, max_new_tokens))
+        self.reserved.append((len(token_ids), max_new_tokens))
         return Lease(len(self.reserved), 7, 3, self.ttl_seconds, handle=None)
+
+    async def fork(self, lease: Lease, prompt_tokens: int, deadline: float | None) -> Lease:
+        self.num_forks += 1
+        return Lease(1000 + self.num_forks, 7, 3, self.ttl_seconds, handle=None)
 
     async def renew(self, epoch: int, lease_ids: Sequence[int]) -> frozenset[int]:
         self.renewed.set()
@@ -94,18 +107,26 @@ class FakeDecode:
         request_id: str,
         lease: Lease,
         prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
         sampling: SamplingParams,
+        priority: int,
         deadline: float | None,
     ) -> AsyncGenerator[TokenEvent, None]:
         self.sampling = sampling
+        self.samplings.append(sampling)
         self.prompt = prompt_token_ids
         try:
             for position, event in enumerate(self.script):
+                if position < len(output_token_ids):
+                    continue
                 if position == 2:
                     self.started.set()
                     await self.gate.wait()
                     if self.error is not None:
                         raise self.error
+                if position in self.deaths:
+                    self.deaths.remove(position)
+                    raise UnavailableError(f"decode died at {position}")
                 yield event
         except (asyncio.CancelledError, GeneratorExit):
             self.is_cancelled = True
@@ -123,7 +144,14 @@ def script_of(model: ServedModel, text: str) -> list[TokenEvent]:
 class Rig:
     """A core with its fakes."""
 
-    def __init__(self, answer: str, *, max_running: int = 4, max_waiting: int = 4) -> None:
+    def __init__(
+        self,
+        answer: str,
+        *,
+        max_running: int = 4,
+        max_waiting: int = 4,
+        recovery_seconds: float = 0.0,
+    ) -> None:
         self.model = ServedModel.load(MODEL_DIR, "tiny")
         self.prefill = FakePrefill()
         self.decode = FakeDecode(script_of(self.model, answer))
@@ -133,4 +161,5 @@ class Rig:
             decode=self.decode,
             max_running=max_running,
             max_waiting=max_waiting,
+            recovery_seconds=recovery_seconds,
         )

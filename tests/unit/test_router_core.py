@@ -85,7 +85,10 @@ async def test_chat_is_laid_out_by_the_template(rig: Rig) -> None:
 async def test_absent_max_tokens_is_what_the_context_holds(rig: Rig) -> None:
     await _collect(rig, TokenPrompt((5, 6, 7)))
     assert rig.decode.reserved == [(3, 509)]
-    assert rig.decode.sampling == SamplingParams(max_tokens=509)
+    assert rig.decode.sampling is not None
+    seed = rig.decode.sampling.seed
+    assert seed is not None, "a request can go on elsewhere only with a known seed"
+    assert rig.decode.sampling == SamplingParams(max_tokens=509, seed=seed)
 
 
 async def test_the_longest_prompt_that_fits(rig: Rig) -> None:

@@ -104,6 +104,9 @@ class RouterConfig:
     max_waiting_requests: int = setting(
         256, "requests waiting at once; more are refused", low=0, high=1_000_000
     )
+    recovery_seconds: float = setting(
+        60.0, "how long a request waits for an engine it lost, in seconds", low=0.0, high=3600.0
+    )
     grace_seconds: float = setting(
         10.0, "time for running requests to end at a stop, in seconds", low=0.0, high=3600.0
     )

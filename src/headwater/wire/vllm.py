@@ -56,10 +56,6 @@ def _refuse_unsupported(message: pb.SamplingParams) -> None:
             f"sampling_params.{constraint}",
             "structured output is not offered yet; ask for it in the prompt and check the answer",
         )
-    if message.n > 1:
-        raise InvalidRequestError(
-            "sampling_params.n", f"only one answer per request is offered, got {message.n}"
-        )
     if message.HasField("prompt_logprobs"):
         raise InvalidRequestError(
             "sampling_params.prompt_logprobs", "log probabilities of the prompt are not offered"
@@ -70,8 +66,8 @@ def _refuse_unsupported(message: pb.SamplingParams) -> None:
         )
 
 
-def chunk_to_vllm(tokens: Sequence[Token], usage: Usage) -> pb.GenerateResponse:
-    """A piece of a streamed answer; `usage` counts up to here."""
+def chunk_to_vllm(tokens: Sequence[Token], usage: Usage, index: int) -> pb.GenerateResponse:
+    """A piece of the streamed answer `index`; `usage` counts up to here."""
     return pb.GenerateResponse(
         chunk=pb.GenerateStreamChunk(
             token_ids=[token.id for token in tokens],
@@ -79,6 +75,7 @@ def chunk_to_vllm(tokens: Sequence[Token], usage: Usage) -> pb.GenerateResponse:
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
             output_logprobs=_logprobs(tokens),
+            index=index,
         )
     )
 
@@ -87,11 +84,12 @@ def complete_to_vllm(
     tokens: Sequence[Token],
     usage: Usage,
     finish_reason: FinishReason,
+    index: int,
     *,
     matched_stop: str | None = None,
     stop_token_id: int | None = None,
 ) -> pb.GenerateResponse:
-    """The end of an answer with all its tokens; at most one of the two stops is given."""
+    """The end of the answer `index` with all its tokens; at most one of the stops is given."""
     complete = pb.GenerateComplete(
         output_ids=[token.id for token in tokens],
         finish_reason=_FINISH_NAMES[finish_reason],
@@ -99,6 +97,7 @@ def complete_to_vllm(
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         output_logprobs=_logprobs(tokens),
+        index=index,
     )
     if matched_stop is not None:
         complete.matched_stop_str = matched_stop
