@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,9 @@ from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
 from headwater.weights.loader import load_weights
 from headwater.weights.store import WeightsStore
+from tests.golden.four_bit import FORMS, save_four_bit
 from tests.golden.golden_models import (
+    FOUR_BIT_MODELS,
     MODELS,
     load_reference,
     reference_logits,
@@ -26,6 +27,15 @@ from tests.golden.golden_models import (
 
 NUM_PROMPTS = 3
 _SEED = 20
+FOUR_BIT_PAIRS = [
+    ("deepseek_v3", "pack_experts"),
+    ("deepseek_v3", "awq"),
+    ("deepseek_v3", "mxfp4"),
+    ("qwen3_moe", "pack_asymmetric"),
+    ("qwen3_moe", "gptq"),
+    ("qwen3_moe", "gptq_v2"),
+    ("qwen3_moe", "mxfp4"),
+]
 
 
 @dataclass(frozen=True)
@@ -58,15 +68,29 @@ def golden(request: pytest.FixtureRequest, golden_folders: dict[str, tuple[Path,
     return Golden(folder, prompts, reference_logits(reference, prompts))
 
 
+@pytest.fixture(scope="session", params=FOUR_BIT_PAIRS, ids="-".join)
+def four_bit_golden(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Golden:
+    """Every form of four bits in one model, some in both."""
+    model, form = request.param
+    root = tmp_path_factory.mktemp(f"{model}-{form}")
+    save_bf16(FOUR_BIT_MODELS[model], root / "bf16", _SEED)
+    folder, dequantized = root / form, root / "dequantized"
+    save_four_bit(root / "bf16", folder, dequantized, FORMS[form])
+    reference = load_reference(dequantized)
+    prompts = stable_prompts(reference, NUM_PROMPTS, _SEED)
+    return Golden(folder, prompts, reference_logits(reference, prompts))
+
+
 @pytest.fixture
-def load_model(shm_prefix: str) -> Iterator[Callable[[Path], Transformer]]:
+def load_model(shm_prefix: str) -> Iterator[Callable[..., Transformer]]:
     """Loads checkpoints as an engine does, through shared memory."""
     stores: list[WeightsStore] = []
 
-    def load(folder: Path) -> Transformer:
-        config = json.loads((folder / "config.json").read_text())
-        spec = ModelSpec.from_config(config, "config.json")
-        stores.append(load_weights(folder, spec.tensors(), shm_prefix=shm_prefix))
+    def load(folder: Path, shards: int = 1) -> Transformer:
+        spec = ModelSpec.load(folder)
+        stores.append(load_weights(folder, spec.tensors(shards), shm_prefix=shm_prefix))
         return Transformer(spec, stores[-1])
 
     with torch.inference_mode():

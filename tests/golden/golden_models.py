@@ -21,10 +21,10 @@ VOCAB_SIZE = 320
 PROMPT_TOKENS = 32
 _BLOCK = 128
 _E4M3_MAX = 448.0
-_NUM_CANDIDATES = 256
+_NUM_CANDIDATES = 768
 # Our activations differ from the reference's by about 0.5 %; see stable_prompts.
 _GATE_NOISE = 0.015
-_NUM_NOISY_RUNS = 4
+_NUM_NOISY_RUNS = 8
 
 _DEEPSEEK: dict[str, object] = {
     "model_type": "deepseek_v3",
@@ -107,6 +107,21 @@ MODELS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     },
+}
+
+# Models whose sizes are multiples of 32, as groups of four-bit codes must have.
+FOUR_BIT_MODELS: dict[str, dict[str, object]] = {
+    "deepseek_v3": MODELS["deepseek_v3"]
+    | {
+        "intermediate_size": 224,
+        "moe_intermediate_size": 128,
+        "kv_lora_rank": 128,
+        "q_lora_rank": 96,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+    "qwen3_moe": MODELS["qwen3_moe"]
+    | {"intermediate_size": 256, "moe_intermediate_size": 128, "num_attention_heads": 4},
 }
 
 
@@ -202,16 +217,16 @@ def stable_prompts(model: PreTrainedModel, count: int, seed: int) -> Tensor:
     prompts = torch.randint(VOCAB_SIZE, (_NUM_CANDIDATES, PROMPT_TOKENS), generator=generator)
     with _gate_choices(model, noise=0.0, generator=generator) as choices:
         reference_logits(model, prompts)
-        exact = list(choices)
-    is_stable = torch.ones(_NUM_CANDIDATES, dtype=torch.bool)
+        exact = [gate.view(_NUM_CANDIDATES, -1) for gate in choices]
     for _ in range(_NUM_NOISY_RUNS):
         with _gate_choices(model, noise=_GATE_NOISE, generator=generator) as choices:
             reference_logits(model, prompts)
+        is_stable = torch.ones(len(prompts), dtype=torch.bool)
         for ours, theirs in zip(exact, choices, strict=True):
-            is_stable &= (ours == theirs).view(_NUM_CANDIDATES, -1).all(dim=1)
-    stable = prompts[is_stable]
-    assert len(stable) >= count, f"only {len(stable)} of {_NUM_CANDIDATES} prompts are stable"
-    return stable[:count]
+            is_stable &= (ours == theirs.view(len(prompts), -1)).all(dim=1)
+        prompts, exact = prompts[is_stable], [gate[is_stable] for gate in exact]
+        assert len(prompts) >= count, f"only {len(prompts)} prompts are stable"
+    return prompts[:count]
 
 
 @contextmanager

@@ -49,6 +49,16 @@ def test_logits_match_transformers(
         assert _relative_error(logits, golden.logits[prompt]) < MAX_RELATIVE_ERROR
 
 
+@pytest.mark.parametrize("shards", [1, 4])
+def test_four_bits_match_transformers(
+    four_bit_golden: Golden, load_model: Callable[..., Transformer], shards: int
+) -> None:
+    model = load_model(four_bit_golden.folder, shards)
+    pages = KvPages.allocate(_layout(model.spec))
+    for prompt, logits in _run(model, pages, four_bit_golden.prompts, SCHEDULES["packed"]).items():
+        assert _relative_error(logits, four_bit_golden.logits[prompt]) < MAX_RELATIVE_ERROR
+
+
 def test_only_rounding_separates_us_from_transformers(
     golden: Golden,
     load_model: Callable[[Path], Transformer],

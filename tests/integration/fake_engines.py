@@ -87,6 +87,13 @@ class FakeDecode(
     freed: asyncio.Event = field(default_factory=asyncio.Event)
     _next_lease_id: int = 1
 
+    async def ForkKv(
+        self, request: memory_service_pb2.ForkKvRequest, context: Any
+    ) -> memory_service_pb2.ForkKvResponse:
+        assert request.lease_id in self.alive
+        reply = await self.ReserveKv(memory_service_pb2.ReserveKvRequest(), context)
+        return memory_service_pb2.ForkKvResponse(lease=reply.lease)
+
     async def ReserveKv(
         self, request: memory_service_pb2.ReserveKvRequest, context: Any
     ) -> memory_service_pb2.ReserveKvResponse:

@@ -221,9 +221,17 @@ async def test_what_is_not_offered_is_refused_with_the_reason(stack: Stack) -> N
         return str(caught.value)
 
     assert "ask for at most 495" in await refusal(max_tokens=2000)
-    assert "only one answer per request" in await refusal(n=2)
+    assert "n: must be between 1 and 16" in await refusal(n=17)
     assert "not offered yet" in await refusal(response_format={"type": "json_object"})
     assert not stack.decode.requests
+
+
+async def test_several_answers(stack: Stack) -> None:
+    reply = await stack.openai.chat.completions.create(
+        model=MODEL_NAME, messages=[{"role": "user", "content": "Hello"}], n=3
+    )
+    assert sorted(choice.index for choice in reply.choices) == [0, 1, 2]
+    assert {choice.message.content for choice in reply.choices} == {ANSWER}
 
 
 async def test_full_pool_and_lost_engine_have_their_own_status(stack: Stack) -> None:

@@ -327,7 +327,7 @@ async def test_vllm_text_and_zero_scalars_mean_the_defaults(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"n": 2}, "sampling_params.n: only one answer"),
+        ({"n": 17}, "n: must be between 1 and 16"),
         ({"json_schema": "{}"}, "sampling_params.json_schema: structured output"),
         ({"regex": "a+"}, "sampling_params.regex: structured output"),
         ({"prompt_logprobs": 1}, "sampling_params.prompt_logprobs"),
