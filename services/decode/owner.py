@@ -18,6 +18,7 @@ from headwater.kv.pool import KvPool
 from headwater.kv.sizing import plan_layout
 from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
+from headwater.services.decode.grammar import GrammarCompiler
 from headwater.shm import Lifetime, Segment, SegmentKind, reap
 from headwater.weights.loader import load_weights
 
@@ -45,6 +46,7 @@ class ReadyMemory:
     pool: KvPool
     memory: KvMemory
     kv_segment: Segment
+    grammars: GrammarCompiler
 
 
 class MemoryOwner:
@@ -139,6 +141,7 @@ class MemoryOwner:
             pool=KvPool(segment, layout, ttl_ms=self._kv.lease_ttl_ms),
             memory=KvMemory(segment, layout),
             kv_segment=segment,
+            grammars=GrammarCompiler(self._model_dir, spec.vocab_size, spec.eos_token_ids),
         )
 
     def _note_progress(self, loaded_bytes: int, total_bytes: int) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headwater.generation import SamplingParams
+    from headwater.services.decode.grammar import Grammar
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class SamplerState:
     """Distinct prompt tokens, int64; None unless the repetition penalty needs them."""
     output_counts: dict[int, int] = field(default_factory=dict)
     num_output_tokens: int = 0
+    grammar: Grammar | None = None
 
     @classmethod
     def create(
@@ -43,10 +45,14 @@ class SamplerState:
         prompt: Sequence[int],
         eos_token_ids: tuple[int, ...],
         output: Sequence[int] = (),
+        grammar: Grammar | None = None,
     ) -> SamplerState:
-        """Starts a request, or goes on after the tokens `output` of its answer."""
+        """Starts a request, or goes on after the tokens `output` of its answer.
+
+        A `grammar` has taken them over already.
+        """
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        state = cls(params, eos_token_ids, seed)
+        state = cls(params, eos_token_ids, seed, grammar=grammar)
         if params.repetition_penalty != 1.0:
             state.prompt_ids = torch.tensor(sorted(set(prompt)), dtype=torch.int64)
         for token_id in output:
@@ -69,13 +75,15 @@ def sample(logits: torch.Tensor, state: SamplerState) -> Token:
         probabilities = _filtered(scores / params.temperature, params)
         token_id = _draw(probabilities, state)
     state.note(token_id)
+    if state.grammar is not None:
+        state.grammar.note(token_id)
     if params.logprobs is None:
         return Token(token_id)
     return _with_logprobs(token_id, scores, params.logprobs)
 
 
 def _adjusted(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
-    """Logits after penalties, bias and the ban on stopping too early."""
+    """Logits after penalties, bias, the ban on stopping too early, and the grammar."""
     params = state.params
     scores = logits.clone()
     seen = torch.tensor(list(state.output_counts), dtype=torch.int64)
@@ -93,6 +101,8 @@ def _adjusted(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
     if state.num_output_tokens < params.min_tokens:
         banned = params.stop_token_ids + (() if params.ignore_eos else state.eos_token_ids)
         scores[list(banned)] = -torch.inf
+    if state.grammar is not None:
+        state.grammar.restrict(scores)
     return scores
 
 

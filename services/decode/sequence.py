@@ -79,6 +79,9 @@ class Sequence:
         stops = params.stop_token_ids + (() if params.ignore_eos else self.sampler.eos_token_ids)
         if token.id in stops:
             return TokenEvent((token,), FinishReason.STOP, stop_token_id=token.id)
+        grammar = self.sampler.grammar
+        if grammar is not None and grammar.is_complete:
+            return TokenEvent((token,), FinishReason.STOP)
         if self.sampler.num_output_tokens >= self.max_tokens:
             return TokenEvent((token,), FinishReason.LENGTH)
         return TokenEvent((token,))

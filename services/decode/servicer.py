@@ -50,6 +50,11 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         try:
             bridge: EventBridge[TokenEvent] = EventBridge()
             sequence = _sequence(request, lease, params, memory.spec, bridge.emit)
+            if params.constraint is not None:
+                # Compiling may take long, and the other requests must not wait for it.
+                sequence.sampler.grammar = await asyncio.to_thread(
+                    memory.grammars.compile, params.constraint, tuple(request.output_token_ids)
+                )
             with span("decode", {"headwater.request_id": request.request_id}):
                 async for event in self._events(sequence, bridge):
                     yield _event_to_pb(event)

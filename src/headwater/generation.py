@@ -6,8 +6,10 @@ Owns no state and does no work; the wire forms are in headwater.wire.
 from __future__ import annotations
 
 import enum
+import json
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from headwater.errors import InvalidRequestError
 
@@ -16,6 +18,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+MAX_CONSTRAINT_CHARS = 1_000_000
 
 
 class FinishReason(enum.Enum):
@@ -24,6 +27,42 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+
+
+ConstraintKind = Literal["json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must conform to.
+
+    `text` is a JSON schema; a regular expression; a JSON array of strings, one of which the answer
+    must be; or a grammar in Lark's or GBNF's notation.
+    """
+
+    kind: ConstraintKind
+    text: str
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequestError when it is too long, or a choice is no list of strings."""
+        if len(self.text) > MAX_CONSTRAINT_CHARS:
+            raise InvalidRequestError(
+                "sampling.constraint",
+                f"at most {MAX_CONSTRAINT_CHARS} characters, got {len(self.text)}",
+            )
+        if self.kind == "choice" and not _is_list_of_strings(self.text):
+            raise InvalidRequestError(
+                "sampling.constraint", "choice: must be a JSON array of one or more strings"
+            )
+
+
+def _is_list_of_strings(text: str) -> bool:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    is_list = isinstance(values, list) and bool(values)
+    return is_list and all(isinstance(value, str) for value in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +89,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     include_stop: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequestError when a value is out of its range."""

@@ -328,8 +328,7 @@ async def test_vllm_text_and_zero_scalars_mean_the_defaults(rig: Rig) -> None:
     ("sampling", "message"),
     [
         ({"n": 17}, "n: must be between 1 and 16"),
-        ({"json_schema": "{}"}, "sampling_params.json_schema: structured output"),
-        ({"regex": "a+"}, "sampling_params.regex: structured output"),
+        ({"structural_tag": "{}"}, "sampling_params.structural_tag: structural tags"),
         ({"prompt_logprobs": 1}, "sampling_params.prompt_logprobs"),
         ({"truncate_prompt_tokens": 5}, "sampling_params.truncate_prompt_tokens"),
         ({"logprobs": -1}, "sampling.logprobs: must be between 0 and 20"),

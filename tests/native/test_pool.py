@@ -63,7 +63,7 @@ def test_gil_is_released() -> None:
     """A waiting Python thread gets its turn while products run."""
     pool = WorkerPool(1)
     matrix = Matrix.bf16(torch.zeros(1024, 1024).bfloat16())
-    x = torch.zeros(16, 1024)
+    x, out = torch.zeros(16, 1024), torch.zeros(16, 1024)
     may_run = threading.Event()
     has_run: list[bool] = []
 
@@ -80,7 +80,7 @@ def test_gil_is_released() -> None:
         may_run.set()
         attempts = 0
         while not has_run and attempts < 1000:
-            multiply(pool, matrix, x)
+            linear(pool, matrix, x, out)
             attempts += 1
         assert has_run
     finally:
@@ -90,7 +90,7 @@ def test_gil_is_released() -> None:
 
 @pytest.mark.parametrize("isa", ["avx2", "scalar"])
 def test_instruction_set_can_be_forced(isa: str) -> None:
-    code = "from headwater import kernels; kernels.self_test(); print(kernels.isa())"
+    code = "from headwater import _native as n; n.self_test(n.isa()); print(n.isa())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"HEADWATER_FORCE_ISA": isa},
@@ -103,7 +103,7 @@ def test_instruction_set_can_be_forced(isa: str) -> None:
 
 def test_unknown_instruction_set_is_refused() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from headwater import kernels; kernels.isa()"],
+        [sys.executable, "-c", "from headwater import _native; _native.isa()"],
         env=os.environ | {"HEADWATER_FORCE_ISA": "mmx"},
         capture_output=True,
         text=True,

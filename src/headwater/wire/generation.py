@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headwater.generation import FinishReason, SamplingParams, Timings, Token, Usage
+from headwater.errors import InvalidRequestError
+from headwater.generation import Constraint, FinishReason, SamplingParams, Timings, Token, Usage
 from headwater.v1 import generation_pb2 as pb
 
 _FINISH_TO_PB = {
@@ -42,6 +43,7 @@ def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         stop=tuple(message.stop),
         include_stop=message.include_stop,
+        constraint=_constraint_from_pb(message),
     )
 
 
@@ -58,7 +60,18 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
         value = getattr(params, name)
         if value is not None:
             setattr(message, name, value)
+    if params.constraint is not None:
+        setattr(message.constraint, params.constraint.kind, params.constraint.text)
     return message
+
+
+def _constraint_from_pb(message: pb.SamplingParams) -> Constraint | None:
+    if not message.HasField("constraint"):
+        return None
+    kind = message.constraint.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequestError("sampling.constraint", "one of its kinds must be given")
+    return Constraint(kind, getattr(message.constraint, kind))
 
 
 def token_from_pb(message: pb.Token) -> Token:

@@ -6,12 +6,13 @@ meaningful value it becomes our default.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from headwater.errors import InvalidRequestError
-from headwater.generation import FinishReason, SamplingParams, Token
+from headwater.generation import Constraint, FinishReason, SamplingParams, Token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,15 +47,30 @@ def sampling_from_vllm(message: pb.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         stop=tuple(message.stop),
         include_stop=message.include_stop_str_in_output,
+        constraint=_constraint(message),
     )
 
 
+def _constraint(message: pb.SamplingParams) -> Constraint | None:
+    kind = message.WhichOneof("constraint")
+    if kind == "json_schema":
+        return Constraint("json_schema", message.json_schema)
+    if kind == "json_object":
+        return Constraint("json_schema", '{"type": "object"}')
+    if kind == "regex":
+        return Constraint("regex", message.regex)
+    if kind == "choice":
+        return Constraint("choice", json.dumps(list(message.choice.choices)))
+    if kind == "grammar":
+        return Constraint("grammar", message.grammar)
+    return None
+
+
 def _refuse_unsupported(message: pb.SamplingParams) -> None:
-    constraint = message.WhichOneof("constraint")
-    if constraint is not None:
+    if message.HasField("structural_tag"):
         raise InvalidRequestError(
-            f"sampling_params.{constraint}",
-            "structured output is not offered yet; ask for it in the prompt and check the answer",
+            "sampling_params.structural_tag",
+            "structural tags are not offered; give a JSON schema, a regex or a grammar",
         )
     if message.HasField("prompt_logprobs"):
         raise InvalidRequestError(

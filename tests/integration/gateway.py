@@ -1,0 +1,42 @@
+"""SMG in front of a router, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from headwater.gateway import gateway_command, gateway_environment, gateway_not_ready_reason
+from tests.integration.stack import free_port
+
+
+@contextlib.asynccontextmanager
+async def gateway(
+    port: int, router_port: int, log_dir: Path
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A running SMG, killed at the end."""
+    command = gateway_command(
+        listen=f"127.0.0.1:{port}",
+        metrics_listen=f"127.0.0.1:{free_port()}",
+        router_address=f"127.0.0.1:{router_port}",
+        grace_seconds=1,
+    )
+    with (log_dir / "gateway.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=log, stderr=log, env=gateway_environment(os.environ)
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def until_ready(listen: str, process: asyncio.subprocess.Process) -> None:
+    """Asks the gateway until it is ready; there is nothing else to wait on."""
+    while await asyncio.to_thread(gateway_not_ready_reason, listen) is not None:
+        assert process.returncode is None, "the gateway ended"
+        await asyncio.sleep(0.05)
