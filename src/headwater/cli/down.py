@@ -16,7 +16,8 @@ KILL_AFTER_SECONDS = 5.0
 
 
 def down(arguments: argparse.Namespace, config: Config) -> int:
-    """Stops the stack in the reverse order of its start."""
+    """Stops the stack in the reverse order of its start, after what would start it again."""
+    stack.supervisor(config).stop(KILL_AFTER_SECONDS)
     for name, process in reversed(stack.processes(config).items()):
         grace = 0.0 if name == stack.GATEWAY else getattr(config, name).grace_seconds
         if process.stop(grace + KILL_AFTER_SECONDS):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,8 @@ from headwater.gateway import (
 from headwater.rpc.channel import open_blocking_channel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from headwater.config import Config
 
 SERVICE_NAMES = {
@@ -40,6 +44,30 @@ def processes(config: Config) -> dict[str, ManagedProcess]:
     """All processes a stack may have, in the order they are started."""
     names = (*SERVICE_NAMES, GATEWAY)
     return {name: ManagedProcess(name, run_dir(config)) for name in names}
+
+
+def members(config: Config) -> dict[str, ManagedProcess]:
+    """The processes that this configuration wants to run."""
+    return {
+        name: process
+        for name, process in processes(config).items()
+        if name != GATEWAY or config.gateway.enabled
+    }
+
+
+def supervisor(config: Config) -> ManagedProcess:
+    """The process that restarts the others."""
+    return ManagedProcess("supervisor", run_dir(config))
+
+
+@contextmanager
+def only_one(config: Config) -> Iterator[None]:
+    """Keeps others from starting processes of the same stack meanwhile."""
+    folder = run_dir(config)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (folder / "up.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def command_of(name: str, config: Config, config_path: Path) -> list[str]:

@@ -9,6 +9,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from headwater.cli import stack
+from headwater.cli.supervise import read_restarts
 from headwater.cli.table import print_table
 from headwater.rpc.channel import open_blocking_channel
 from headwater.shm import list_segments
@@ -47,6 +48,8 @@ _CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], Callable[[], Any]]] = {
 def status(arguments: argparse.Namespace, config: Config) -> int:
     """Prints the state of the stack; the exit status is 1 when a process is not serving."""
     states = {name: _state(name, config) for name in (*_CALLS, stack.GATEWAY)}
+    for name, count in read_restarts(config).items():
+        states[name]["restarts"] = count
     if not config.gateway.enabled or states[stack.GATEWAY]["health"] == "DOWN":
         has_run = stack.processes(config)[stack.GATEWAY].log_path.exists()
         if not (config.gateway.enabled and has_run):
@@ -85,7 +88,17 @@ def _state(name: str, config: Config) -> dict[str, Any]:
 
 
 def _print_tables(states: dict[str, Any], segments: list[dict[str, Any]]) -> None:
-    titles = ("PROCESS", "ADDRESS", "HEALTH", "PID", "RUNNING", "WAITING", "TOK/S", "MODEL")
+    titles = (
+        "PROCESS",
+        "ADDRESS",
+        "HEALTH",
+        "PID",
+        "RUNNING",
+        "WAITING",
+        "TOK/S",
+        "RESTARTS",
+        "MODEL",
+    )
     print_table(titles, [_row(name, state) for name, state in states.items()])
     decode = states["decode"]
     if "kv_layout" in decode:
@@ -108,4 +121,5 @@ def _row(name: str, state: dict[str, Any]) -> tuple[object, ...]:
     rate = state.get("tokens_per_second")
     numbers = (state.get(key, "") for key in ("pid", "running_requests", "waiting_requests"))
     speed = "" if rate is None else f"{rate:.1f}"
-    return (name, state["address"], state["health"], *numbers, speed, state.get("model_name", ""))
+    rest = (speed, state.get("restarts", 0), state.get("model_name", ""))
+    return (name, state["address"], state["health"], *numbers, *rest)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import shutil
 import sys
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import grpc
@@ -24,7 +22,6 @@ from headwater.v1 import memory_service_pb2, memory_service_pb2_grpc
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
     from pathlib import Path
 
     from headwater.cli.processes import ManagedProcess
@@ -44,37 +41,38 @@ def up(arguments: argparse.Namespace, config: Config) -> int:
         config = dataclasses.replace(config, gateway=gateway)
     config = with_model(config)
     deadline = time.monotonic() + arguments.timeout
-    with _only_one(stack.run_dir(config)):
-        config_path = _write_config(config)
-        members = {
-            name: process
-            for name, process in stack.processes(config).items()
-            if name != stack.GATEWAY or config.gateway.enabled
-        }
-        missing = [name for name, process in members.items() if process.pid() is None]
-        try:
-            for name in missing:
-                command = stack.command_of(name, config, config_path)
-                members[name].start(command, stack.environment_of(name))
-            _follow_loading(config, members["decode"], deadline)
-            for name, process in members.items():
-                _wait_until_serving(name, process, config, deadline)
-        except BaseException:
-            # Half a stack serves nobody, and would keep the next try from other settings.
-            for name in reversed(missing):
-                members[name].stop(STOP_SECONDS)
-            raise
+    config_path, missing = _start_missing(config)
+    members = stack.members(config)
+    try:
+        _follow_loading(config, members["decode"], deadline)
+        for name, process in members.items():
+            _wait_until_serving(name, process, config, deadline)
+    except BaseException:
+        # Half a stack serves nobody, and would keep the next try from other settings.
+        for name in reversed(missing):
+            members[name].stop(STOP_SECONDS)
+        raise
+    supervisor = stack.supervisor(config)
+    if supervisor.pid() is None:
+        command = [sys.executable, "-m", "headwater.cli.supervise", "--config", str(config_path)]
+        supervisor.start(command, stack.environment_of("supervisor"))
     print(_how_to_use(config))
     return 0
 
 
-@contextmanager
-def _only_one(run_dir: Path) -> Iterator[None]:
-    """Keeps a second `headwater up` of the same stack out while this one works."""
-    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (run_dir / "up.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _start_missing(config: Config) -> tuple[Path, list[str]]:
+    """Starts what does not run; returns the written configuration and the names started.
+
+    Raises ConfigError when something runs already, with other settings.
+    """
+    with stack.only_one(config):
+        config_path = _write_config(config)
+        members = stack.members(config)
+        missing = [name for name, process in members.items() if process.pid() is None]
+        for name in missing:
+            command = stack.command_of(name, config, config_path)
+            members[name].start(command, stack.environment_of(name))
+    return config_path, missing
 
 
 def _write_config(config: Config) -> Path:
