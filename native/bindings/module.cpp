@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "bindings.hpp"
 #include "headwater/failure.hpp"
 #include "headwater/file_reader.hpp"
 #include "headwater/shm_registry.hpp"
@@ -33,6 +34,12 @@ const char* error_class(FailureKind kind) {
             return "CheckpointError";
         case FailureKind::kCancelled:
             return "CancelledError";
+        case FailureKind::kConfig:
+            return "ConfigError";
+        case FailureKind::kNotPermitted:
+            return "NotPermittedError";
+        case FailureKind::kInternal:
+            return "InternalError";
     }
     return "InternalError";
 }
@@ -228,4 +235,8 @@ PYBIND11_MODULE(_native, m) {
     bind_segment(m);
     bind_registry(m);
     bind_file_reader(m);
+    bind_kernels(m);
+    bind_attention(m);
+    bind_model(m);
+    bind_numa(m);
 }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headwater.errors import HeadwaterError
     from headwater.kv.memory import KvMemory
     from headwater.kv.pool import KvPool
-    from headwater.model.transformer import Transformer
+    from headwater.model.interface import Model
     from headwater.services.decode.scheduler import Work
     from headwater.services.decode.sequence import Sequence
 
@@ -38,7 +38,7 @@ class DecodeEngine:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Model,
         memory: KvMemory,
         pool: KvPool,
         *,

@@ -11,22 +11,24 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headwater.errors import UnavailableError
+from headwater.errors import CheckpointError, UnavailableError
+from headwater.kernels.model import NativeTransformer
 from headwater.kv.layout import LAYOUT_VERSION
 from headwater.kv.memory import KvMemory
 from headwater.kv.pool import KvPool
 from headwater.kv.sizing import plan_layout
 from headwater.model.spec import ModelSpec
-from headwater.model.transformer import Transformer
 from headwater.services.decode.grammar import GrammarCompiler
 from headwater.shm import Lifetime, Segment, SegmentKind, reap
 from headwater.weights.loader import load_weights
+from headwater.weights.placement import memory_nodes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
     from headwater.config import KvConfig
+    from headwater.kernels import WorkerPool
     from headwater.kv.lease import KvLease
     from headwater.weights.store import WeightsStore
 
@@ -42,7 +44,7 @@ class ReadyMemory:
 
     spec: ModelSpec
     weights: WeightsStore
-    model: Transformer
+    model: NativeTransformer
     pool: KvPool
     memory: KvMemory
     kv_segment: Segment
@@ -53,13 +55,23 @@ class MemoryOwner:
     """Goes from loading to ready once; `close` gives back what is bound to the process."""
 
     def __init__(
-        self, model_dir: Path, model_name: str, *, shm_prefix: str, threads: int, kv: KvConfig
+        self,
+        model_dir: Path,
+        model_name: str,
+        *,
+        shm_prefix: str,
+        threads: int,
+        shards: int,
+        kv: KvConfig,
+        workers: WorkerPool,
     ) -> None:
         self.model_name = model_name
         self._model_dir = model_dir
         self._shm_prefix = shm_prefix
         self._threads = threads
+        self._shards = shards
         self._kv = kv
+        self._workers = workers
         self._progress = (0, 0)
         self._ready: ReadyMemory | None = None
         self._loaded = asyncio.Event()
@@ -114,11 +126,13 @@ class MemoryOwner:
 
     def _load(self) -> ReadyMemory:
         spec = ModelSpec.load(self._model_dir)
+        shards = self._shards or _shards_for_nodes(spec)
         weights = load_weights(
             self._model_dir,
-            spec.tensors(),
+            spec.tensors(shards),
             shm_prefix=self._shm_prefix,
             threads=self._threads,
+            shards=shards,
             on_progress=self._note_progress,
             should_stop=lambda: self._is_closing,
         )
@@ -137,7 +151,7 @@ class MemoryOwner:
         return ReadyMemory(
             spec=spec,
             weights=weights,
-            model=Transformer(spec, weights),
+            model=NativeTransformer(spec, weights, self._workers),
             pool=KvPool(segment, layout, ttl_ms=self._kv.lease_ttl_ms),
             memory=KvMemory(segment, layout),
             kv_segment=segment,
@@ -146,3 +160,14 @@ class MemoryOwner:
 
     def _note_progress(self, loaded_bytes: int, total_bytes: int) -> None:
         self._progress = (loaded_bytes, total_bytes)
+
+
+def _shards_for_nodes(spec: ModelSpec) -> int:
+    """As many shards as there are NUMA nodes; one where the experts cannot be cut so."""
+    shards = len(memory_nodes())
+    try:
+        spec.tensors(shards)
+    except CheckpointError as error:
+        logger.warning("experts stay whole, spread over %d NUMA nodes: %s", shards, error)
+        return 1
+    return shards

@@ -6,8 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from headwater.kernels.start import start_workers
 from headwater.rpc.server import Registration, Server, stop_signal
 from headwater.services.decode.engine import DecodeEngine
 from headwater.services.decode.memory_servicer import MemoryServicer
@@ -23,15 +22,15 @@ if TYPE_CHECKING:
 async def run(config: Config) -> None:
     """Serves until SIGTERM. Raises HeadwaterError when it cannot start."""
     stop = stop_signal()
-    if config.decode.threads:
-        torch.set_num_threads(config.decode.threads)
     model_dir = Path(config.model.path).expanduser()
     owner = MemoryOwner(
         model_dir,
         config.model.name or model_dir.name,
         shm_prefix=config.shm.prefix,
         threads=config.model.load_threads,
+        shards=config.model.shards,
         kv=config.kv,
+        workers=start_workers(config.decode.threads),
     )
     servicer = DecodeServicer(owner)
     server = Server(

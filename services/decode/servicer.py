@@ -78,6 +78,12 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         status.tokens_per_second = self.engine.generated.per_second()
         status.weights.CopyFrom(segment_handle_to_pb(memory.weights.handle))
         status.weights_reattached = memory.weights.was_reattached
+        placement = memory.weights.placement
+        if placement is not None:
+            status.weights_placement.shard_nodes.extend(placement.nodes)
+            status.weights_placement.checked_pages = placement.checked_pages
+            status.weights_placement.misplaced_pages = placement.misplaced_pages
+            status.weights_placement.problem = placement.problem
         status.kv_pool.CopyFrom(segment_handle_to_pb(memory.kv_segment.handle))
         status.kv_layout.CopyFrom(kv_layout_to_pb(memory.pool.layout))
         status.kv_free_blocks = memory.pool.num_free_blocks

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import grpc
 
 from headwater.errors import InternalError, InvalidRequestError, SegmentError
+from headwater.kernels import Mode
+from headwater.kernels.model import NativeTransformer
 from headwater.kv.writer import KvWriter
 from headwater.model.spec import ModelSpec
-from headwater.model.transformer import Transformer
 from headwater.rpc.channel import open_channel
 from headwater.telemetry.tracing import outgoing_metadata
 from headwater.v1 import memory_service_pb2, memory_service_pb2_grpc
@@ -25,6 +26,7 @@ from headwater.wire.status import error_from_rpc
 from headwater.wire.weights import tensor_entry_from_pb
 
 if TYPE_CHECKING:
+    from headwater.kernels import WorkerPool
     from headwater.kv.lease import KvLease
     from headwater.v1 import weights_pb2
 
@@ -36,13 +38,14 @@ RETRY_SECONDS = 0.25
 class Attachment:
     """The attached model and pool."""
 
-    def __init__(self, decode_address: str) -> None:
+    def __init__(self, decode_address: str, workers: WorkerPool) -> None:
+        self._workers = workers
         self._channel = open_channel(decode_address)
         self._memory_service = memory_service_pb2_grpc.MemoryServiceStub(self._channel)
         self._lock = asyncio.Lock()
         self._writer: KvWriter | None = None
         self.store: WeightsStore | None = None
-        self.model: Transformer | None = None
+        self.model: NativeTransformer | None = None
         self.model_name = ""
         self.vocab_size = 0
 
@@ -59,7 +62,7 @@ class Attachment:
                 logger.warning("the weights cannot be attached yet: %s", error)
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def writer_for(self, lease: KvLease) -> tuple[Transformer, KvWriter]:
+    async def writer_for(self, lease: KvLease) -> tuple[NativeTransformer, KvWriter]:
         """The model and the pool that the lease belongs to.
 
         Raises SegmentError when the pool cannot be attached, UnavailableError when decode is away,
@@ -118,7 +121,7 @@ class Attachment:
         spec = ModelSpec.from_json(manifest.config_json, "config.json")
         previous = self.store
         self.store = store
-        self.model = Transformer(spec, store)
+        self.model = NativeTransformer(spec, store, self._workers, mode=Mode.PREFILL)
         self.model_name = manifest.model_name
         self.vocab_size = spec.vocab_size
         logger.info("attached the weights %s of %s", manifest.segment.name, manifest.model_name)

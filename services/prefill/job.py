@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headwater.errors import HeadwaterError
     from headwater.kv.lease import KvLease
     from headwater.kv.writer import KvWriter
-    from headwater.model.transformer import Transformer
+    from headwater.model.interface import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PrefillJob:
     request_id: str
     token_ids: tuple[int, ...]
     lease: KvLease
-    model: Transformer
+    model: Model
     writer: KvWriter
     emit: Callable[[PrefillProgress | PrefillDone | HeadwaterError], None]
     cancelled: threading.Event = field(default_factory=threading.Event)

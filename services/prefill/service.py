@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import torch
-
+from headwater.kernels.start import start_workers
 from headwater.rpc.server import Registration, Server, stop_signal
 from headwater.services.prefill.attachment import Attachment
 from headwater.services.prefill.engine import PrefillEngine
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
 async def run(config: Config) -> None:
     """Serves until SIGTERM. Raises HeadwaterError when it cannot start."""
     stop = stop_signal()
-    if config.prefill.threads:
-        torch.set_num_threads(config.prefill.threads)
-    attachment = Attachment(config.prefill.decode_address)
+    workers = start_workers(config.prefill.threads)
+    attachment = Attachment(config.prefill.decode_address, workers)
     engine = PrefillEngine(
         chunk_tokens=config.prefill.chunk_tokens, max_waiting=config.prefill.max_waiting
     )

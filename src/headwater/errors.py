@@ -8,7 +8,8 @@
     ├── SegmentError                a shared-memory segment is refused
     │   ├── SegmentExistsError      ... somebody has made it already
     │   ├── SegmentNotFoundError    ... it is not there
-    │   └── SharedMemoryFullError   ... /dev/shm or RAM cannot hold it
+    │   ├── SharedMemoryFullError   ... /dev/shm or RAM cannot hold it
+    │   └── NotPermittedError       ... the kernel forbids what was asked for
     ├── LeaseError                  a KV lease is not alive
     │   └── StaleEpochError         ... because its pool has been replaced
     ├── ResourceError               no room now; worth another try
@@ -101,6 +102,12 @@ class SharedMemoryFullError(SegmentError):
     """/dev/shm or memory cannot hold the segment."""
 
     status: ClassVar[StatusName] = "RESOURCE_EXHAUSTED"
+
+
+class NotPermittedError(SegmentError):
+    """The kernel forbids what was asked for, as a container's profile may."""
+
+    status: ClassVar[StatusName] = "FAILED_PRECONDITION"
 
 
 class LeaseError(HeadwaterError):

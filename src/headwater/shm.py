@@ -276,6 +276,18 @@ class Segment:
         """
         self._native.populate(offset, num_bytes)
 
+    def place(self, ranges: Sequence[tuple[int, int]], nodes: Sequence[int]) -> None:
+        """Lets pages inside payload ranges (offset, bytes) come from one or all of `nodes` in turn.
+
+        Pages that are there already stay where they are; pages on the edge of a range are left to
+        chance. Raises NotPermittedError where the process may not, SegmentError for other reasons.
+        """
+        _native.place_pages(self._native, list(ranges), list(nodes))
+
+    def nodes_of(self, offsets: Sequence[int]) -> list[int]:
+        """The NUMA node of the page at each payload offset. Raises as `place` does."""
+        return _native.nodes_of_pages(self._native, list(offsets))
+
     def load_u64(self, offset: int) -> int:
         """Reads the 64-bit word at a payload offset, a multiple of 8, with acquire order."""
         return self._native.load_u64(offset)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwater.kernels import Mode, WorkerPool
+from headwater.kernels.model import NativeTransformer
 from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
 from headwater.weights.loader import load_weights
@@ -84,14 +86,19 @@ def four_bit_golden(
 
 
 @pytest.fixture
-def load_model(shm_prefix: str) -> Iterator[Callable[..., Transformer]]:
-    """Loads checkpoints as an engine does, through shared memory."""
+def load_model(shm_prefix: str) -> Iterator[Callable[..., Transformer | NativeTransformer]]:
+    """Loads checkpoints as an engine does, through shared memory; mode None is plain torch."""
     stores: list[WeightsStore] = []
+    workers = WorkerPool(2)
 
-    def load(folder: Path, shards: int = 1) -> Transformer:
+    def load(
+        folder: Path, mode: Mode | None = None, shards: int = 1
+    ) -> Transformer | NativeTransformer:
         spec = ModelSpec.load(folder)
         stores.append(load_weights(folder, spec.tensors(shards), shm_prefix=shm_prefix))
-        return Transformer(spec, stores[-1])
+        if mode is None:
+            return Transformer(spec, stores[-1])
+        return NativeTransformer(spec, stores[-1], workers, mode=mode)
 
     with torch.inference_mode():
         yield load

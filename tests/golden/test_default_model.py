@@ -18,6 +18,8 @@ from transformers import LlamaForCausalLM
 
 from headwater.convert.default_model import ensure_default_model, find_default_gguf
 from headwater.convert.gguf import Format
+from headwater.kernels import Mode
+from headwater.kernels.model import NativeTransformer
 from headwater.kv.layout import KvLayout
 from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
@@ -55,21 +57,23 @@ def reference(token_ids: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", [None, Mode.DECODE, Mode.PREFILL])
 @pytest.mark.parametrize(
     ("fmt", "min_top1_agreement", "max_logprob_difference"),
     [("bf16", 0.99, 0.02), ("fp8", 0.95, 0.1)],
 )
 def test_agrees_with_transformers(
     fmt: Format,
+    mode: Mode | None,
     min_top1_agreement: float,
     max_logprob_difference: float,
     cache_dir: Path,
     token_ids: Tensor,
     reference: Tensor,
-    load_model: Callable[[Path], Transformer],
+    load_model: Callable[..., Transformer | NativeTransformer],
 ) -> None:
     assert len(token_ids) > 1000
-    model = load_model(ensure_default_model(cache_dir, fmt))
+    model = load_model(ensure_default_model(cache_dir, fmt), mode)
     hidden = _hidden_states(model, token_ids)
     num_agreeing = 0
     differences: list[Tensor] = []
@@ -82,12 +86,12 @@ def test_agrees_with_transformers(
         differences.append((ours[:rows].gather(1, chosen) - theirs[:rows].gather(1, chosen)).abs())
     top1_agreement = num_agreeing / len(token_ids)
     logprob_difference = float(torch.cat(differences).mean())
-    print(f"{fmt}: top-1 {top1_agreement:.4f}, logprob difference {logprob_difference:.4f}")
+    print(f"{fmt}, {mode}: top-1 {top1_agreement:.4f}, logprob difference {logprob_difference:.4f}")
     assert top1_agreement >= min_top1_agreement
     assert logprob_difference <= max_logprob_difference
 
 
-def _hidden_states(model: Transformer, token_ids: Tensor) -> Tensor:
+def _hidden_states(model: Transformer | NativeTransformer, token_ids: Tensor) -> Tensor:
     num_blocks = -(-len(token_ids) // BLOCK_TOKENS)
     layout = KvLayout(
         kind=model.spec.kv.kind,

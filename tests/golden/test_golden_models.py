@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from headwater.kernels import Mode
+from headwater.kernels.model import NativeTransformer
 from headwater.kv.layout import KvLayout
 from headwater.kv.pages import KvPages
 from headwater.model import ffn, gqa, mla, moe, transformer
@@ -22,6 +23,9 @@ BLOCK_TOKENS = 8
 # Out of order, and not next to each other, as blocks of a used pool are.
 BLOCK_IDS = ([5, 2, 11, 0], [1, 3, 4, 6], [20, 19, 18, 16])
 MAX_RELATIVE_ERROR = 1e-2
+
+AnyModel = Transformer | NativeTransformer
+MODES = [None, Mode.DECODE, Mode.PREFILL]
 
 # A schedule is a list of batches; a batch is a list of (prompt, first token, end of tokens).
 Schedule = list[list[tuple[int, int, int]]]
@@ -37,23 +41,40 @@ SCHEDULES: dict[str, Schedule] = {
         [(0, 22, LAST), (1, 18, LAST)],
     ],
 }
+# Every prompt by itself, in one piece.
+ALONE: Schedule = [[(prompt, 0, LAST)] for prompt in range(len(BLOCK_IDS))]
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
+@pytest.mark.parametrize("mode", MODES)
 def test_logits_match_transformers(
-    golden: Golden, load_model: Callable[[Path], Transformer], schedule: str
+    golden: Golden, load_model: Callable[..., AnyModel], mode: Mode | None, schedule: str
 ) -> None:
-    model = load_model(golden.folder)
+    model = load_model(golden.folder, mode)
     pages = KvPages.allocate(_layout(model.spec))
     for prompt, logits in _run(model, pages, golden.prompts, SCHEDULES[schedule]).items():
         assert _relative_error(logits, golden.logits[prompt]) < MAX_RELATIVE_ERROR
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-def test_four_bits_match_transformers(
-    four_bit_golden: Golden, load_model: Callable[..., Transformer], shards: int
+@pytest.mark.parametrize("mode", [Mode.DECODE, Mode.PREFILL])
+def test_no_bit_depends_on_the_schedule(
+    golden: Golden, load_model: Callable[..., AnyModel], mode: Mode
 ) -> None:
-    model = load_model(four_bit_golden.folder, shards)
+    """In native code, where nothing else is in a token's result than its own sequence."""
+    model = load_model(golden.folder, mode)
+    expected = _run(model, KvPages.allocate(_layout(model.spec)), golden.prompts, ALONE)
+    for schedule in SCHEDULES.values():
+        pages = KvPages.allocate(_layout(model.spec))
+        for prompt, logits in _run(model, pages, golden.prompts, schedule).items():
+            assert torch.equal(logits, expected[prompt])
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_four_bits_match_transformers(
+    four_bit_golden: Golden, load_model: Callable[..., AnyModel], mode: Mode | None, shards: int
+) -> None:
+    model = load_model(four_bit_golden.folder, mode, shards)
     pages = KvPages.allocate(_layout(model.spec))
     for prompt, logits in _run(model, pages, four_bit_golden.prompts, SCHEDULES["packed"]).items():
         assert _relative_error(logits, four_bit_golden.logits[prompt]) < MAX_RELATIVE_ERROR
@@ -61,7 +82,7 @@ def test_four_bits_match_transformers(
 
 def test_only_rounding_separates_us_from_transformers(
     golden: Golden,
-    load_model: Callable[[Path], Transformer],
+    load_model: Callable[..., AnyModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (ffn, gqa, mla, moe, transformer):
@@ -86,9 +107,7 @@ def _layout(spec: ModelSpec) -> KvLayout:
     )
 
 
-def _run(
-    model: Transformer, pages: KvPages, prompts: Tensor, schedule: Schedule
-) -> dict[int, Tensor]:
+def _run(model: AnyModel, pages: KvPages, prompts: Tensor, schedule: Schedule) -> dict[int, Tensor]:
     """Logits [T, vocabulary] of every prompt that the schedule runs."""
     parts: dict[int, list[Tensor]] = {}
     for entries in schedule:

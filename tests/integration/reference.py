@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.config import KvConfig
+from headwater.kernels import Mode, WorkerPool
+from headwater.kernels.model import NativeTransformer
 from headwater.kv.layout import KvKind, KvLayout
 from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
 from headwater.model.spec import ModelSpec
-from headwater.model.transformer import Transformer
 from headwater.weights.loader import load_weights
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ def greedy(
     """The next `num_tokens` tokens and their log probabilities, on one thread, without stopping."""
     spec = ModelSpec.load(model_dir)
     store = load_weights(model_dir, spec.tensors(), shm_prefix=f"{shm_prefix}.reference")
-    model = Transformer(spec, store)
+    workers = WorkerPool(1)
+    prefill = NativeTransformer(spec, store, workers, mode=Mode.PREFILL)
+    decode = NativeTransformer(spec, store, workers, mode=Mode.DECODE)
     block_tokens = KvConfig().block_tokens
     num_blocks = -(-(len(prompt) + num_tokens) // block_tokens)
     pages = KvPages.allocate(
@@ -42,18 +45,16 @@ def greedy(
     )
     blocks = tuple(range(num_blocks))
     chunk, position, chosen = tuple(prompt), 0, []
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
         with torch.inference_mode():
             for _ in range(num_tokens):
                 batch = Batch.build([SequenceChunk(chunk, position, blocks)], block_tokens)
-                scores = model.logits(model.forward(batch, pages)[-1:])[0]
+                model = decode if chosen else prefill
+                scores = decode.logits(model.forward(batch, pages)[-1:])[0]
                 token = int(scores.argmax())
                 chosen.append((token, float(torch.log_softmax(scores, 0)[token])))
                 position += len(chunk)
                 chunk = (token,)
     finally:
-        torch.set_num_threads(num_threads)
         store.close()
     return chosen

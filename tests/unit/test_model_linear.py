@@ -50,6 +50,36 @@ def test_every_finite_fp8_code_is_exact() -> None:
     assert torch.equal(expanded, weight.float())
 
 
+@pytest.mark.parametrize("shape", [(1, 32), (3, 2, 40, 96), (900, 704)])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("scale_type", [torch.bfloat16, torch.float32])
+def test_int4_product(shape: tuple[int, ...], has_zeros: bool, scale_type: torch.dtype) -> None:
+    torch.manual_seed(len(shape))
+    *leading, columns = shape
+    codes = torch.randint(16, shape, dtype=torch.uint8)
+    scale = torch.rand(*leading, columns // 32).to(scale_type)
+    zeros = torch.randint(16, scale.shape, dtype=torch.uint8) if has_zeros else None
+    offset = 8 if zeros is None else zeros.int().repeat_interleave(32, -1)
+    exact = (codes.int() - offset) * scale.float().repeat_interleave(32, -1)
+    matrix = Matrix(codes[..., 0::2] + 16 * codes[..., 1::2], scale, Scratch(), zeros)
+    x = round_to_bf16(torch.randn(3, columns))
+    torch.testing.assert_close(
+        matrix.matmul(x), x @ exact.view(-1, columns).t(), rtol=1e-5, atol=1e-3
+    )
+    assert torch.equal(matrix.expand(0, 1), exact.view(-1, columns)[:1])
+
+
+def test_every_mxfp4_code_and_scale_is_exact() -> None:
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat((magnitudes, -magnitudes, magnitudes, -magnitudes))
+    low = torch.arange(0, 32, 2, dtype=torch.uint8) % 16
+    packed = (low + 16 * (low + 1)).expand(255, 16).contiguous()
+    exponents = torch.arange(255, dtype=torch.uint8).view(255, 1)
+    expanded = Matrix(packed, exponents, Scratch()).expand(0, 255)
+    exact = values.double() * 2.0 ** (exponents.double() - 127)
+    assert torch.equal(expanded, exact.float())
+
+
 @pytest.mark.parametrize(("start", "stop"), [(0, 10), (100, 140), (127, 300), (128, 256)])
 def test_expand_any_rows(start: int, stop: int) -> None:
     torch.manual_seed(start)

@@ -320,8 +320,8 @@ BAD = [
     ("deepseek", {"n_shared_experts": -1}, "n_shared_experts is -1"),
     (
         "deepseek",
-        {"quantization_config": {"quant_method": "awq"}},
-        r"quantization_config\.quant_method is 'awq', and only 'fp8'",
+        {"quantization_config": {"quant_method": "hqq"}},
+        r"quantization_config\.quant_method is 'hqq', must be one of fp8, compressed-tensors,",
     ),
     (
         "deepseek",

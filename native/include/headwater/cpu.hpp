@@ -23,4 +23,9 @@ bool wants_software_prefetch();
 // The CPUs that this thread may run on, in ascending order.
 std::vector<int> allowed_cpus();
 
+// One allowed CPU for each of `num_threads` workers, those of a NUMA node side by side: evenly
+// from all nodes, and a core's second hardware thread only when all cores have a worker. Empty
+// when there are fewer CPUs than workers.
+std::vector<int> worker_cpus(int num_threads);
+
 }  // namespace headwater

@@ -14,6 +14,9 @@ enum class FailureKind {
     kSharedMemoryFull,
     kCheckpoint,
     kCancelled,
+    kConfig,
+    kNotPermitted,
+    kInternal,
 };
 
 class Failure : public std::runtime_error {

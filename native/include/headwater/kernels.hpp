@@ -8,12 +8,15 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "headwater/attention.hpp"
 #include "headwater/cpu.hpp"
+#include "headwater/float_product.hpp"
 #include "headwater/matrix.hpp"
 
 namespace headwater {
 
-// Rows [row_begin, row_end) of `matrix` times each of the tokens: outputs[t][row] is overwritten.
+// Rows [row_begin, row_end) of `matrix` times each of the tokens: outputs[t][row - row_begin] is
+// overwritten.
 // The tokens are prepared for a matrix of the same format, columns and kind of zeros.
 struct Product {
     const Matrix* matrix;
@@ -24,6 +27,8 @@ struct Product {
     std::int64_t num_tokens;
     // Working memory of scratch_bytes(matrix), aligned to 64, for this thread alone.
     std::byte* scratch;
+    // The weights that this thread is likely to read next, or null: a hint for prefetching.
+    const std::byte* next = nullptr;
 };
 
 enum class Activation : std::uint8_t {
@@ -54,6 +59,13 @@ struct Kernels {
     // out[i] = sum over j of factors[j] * terms[j][i], added in the order of j.
     void (*weighted_sum)(const float* const* terms, const float* factors, std::int64_t num_terms,
                          float* out, std::int64_t count);
+
+    // One tile of attention.
+    void (*attend)(const AttentionTile& tile);
+    // With FP32 activations: inputs[t][column] -> outputs[t][row - row_begin].
+    void (*multiply_floats)(const FloatProduct& product);
+    // Likewise with the transposed rows: inputs[t][row - row_begin] -> outputs[t][column].
+    void (*multiply_floats_transposed)(const FloatProduct& product);
 };
 
 // The table of one instruction set; it must be among supported_isas().

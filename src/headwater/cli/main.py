@@ -10,7 +10,7 @@ import argparse
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwater.config import load_config
 from headwater.errors import HeadwaterError
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headwater.config import Config
+
+_FORMATS = ("bf16", "fp8", "int4", "mxfp4")
+_GROUP: dict[str, Any] = {
+    "type": int,
+    "choices": (32, 64, 128),
+    "default": 128,
+    "help": "columns per scale of int4; default 128",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,15 +91,42 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="system message")
     _add_sampling(chat)
 
+    bench = command("bench", "bench", "bench", "measure kernels and models against this machine")
+    bench.add_argument("subject", choices=("kernels", "moe", "decode", "prefill"))
+    bench.add_argument("--shape", default="deepseek-v3", help="of moe; default deepseek-v3")
+    bench.add_argument("--format", nargs="+", choices=_FORMATS, default=["fp8"])
+    bench.add_argument("--batch", nargs="+", type=int, default=[1], help="tokens at once")
+    bench.add_argument("--threads", type=int, help="default: one per usable core")
+    bench.add_argument("--experts", type=int, default=16, help="resident experts of moe")
+    bench.add_argument("--json", metavar="FILE", help="write the figures to a file")
+    bench.add_argument("--plot", metavar="FILE", help="write a picture, PNG or SVG")
+
     shm = command("shm", "shm", "shm", "list or clean shared-memory segments")
     shm.add_argument("action", choices=("ls", "reap"))
     shm.add_argument("--release", action="store_true", help="reap: free unused weights as well")
     shm.add_argument("--json", action="store_true", help="print JSON")
 
-    convert = command("convert", "convert", "convert", "turn a GGUF file into a checkpoint folder")
-    convert.add_argument("gguf", help="GGUF file of the llama architecture")
+    convert = command(
+        "convert", "convert", "convert", "turn a GGUF file or a checkpoint into another format"
+    )
+    convert.add_argument("source", help="GGUF file of the llama architecture, or checkpoint folder")
     convert.add_argument("out", help="folder to write")
-    convert.add_argument("--format", choices=("bf16", "fp8"), default="bf16")
+    convert.add_argument("--format", choices=_FORMATS, default="bf16")
+    convert.add_argument("--group", **_GROUP)
+    convert.add_argument(
+        "--modules",
+        choices=("experts", "all"),
+        help="linear weights to convert; default experts for four-bit formats, else all",
+    )
+
+    synth = command("synth", "synth", "synth", "write a checkpoint of a known shape at random")
+    synth.add_argument("--shape", required=True, help="deepseek-v3, kimi-k2, qwen3-235b, ...")
+    synth.add_argument("--arch", help="deepseek_v3, qwen3_moe or mixtral; needed for shape tiny")
+    synth.add_argument("--layers", type=int, help="cut to so many layers")
+    synth.add_argument("--experts", type=int, help="experts per layer")
+    synth.add_argument("--format", choices=_FORMATS, default="bf16")
+    synth.add_argument("--group", **_GROUP)
+    synth.add_argument("--out", required=True, help="folder to write")
     return parser
 
 

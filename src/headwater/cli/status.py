@@ -108,6 +108,8 @@ def _print_tables(states: dict[str, Any], segments: list[dict[str, Any]]) -> Non
             f"\nweights  {decode['weights']['name']}, "
             f"{int(decode['weights']['total_bytes']) / 2**20:.1f} MiB, {how}"
         )
+        if "weights_placement" in decode:
+            print(f"experts  {_placement_text(decode['weights_placement'])}")
         print(
             f"KV pool  {decode['kv_pool']['name']}, {decode['kv_free_blocks']} of "
             f"{layout['num_blocks']} blocks of {layout['block_tokens']} tokens free, "
@@ -115,6 +117,16 @@ def _print_tables(states: dict[str, Any], segments: list[dict[str, Any]]) -> Non
         )
     elif segments:
         print("\nsegments " + ", ".join(segment["name"] for segment in segments))
+
+
+def _placement_text(placement: dict[str, Any]) -> str:
+    nodes = ", ".join(map(str, placement["shard_nodes"]))
+    text = f"{len(placement['shard_nodes'])} shards on NUMA nodes {nodes}"
+    if placement["problem"]:
+        return f"{text}; {placement['problem']}"
+    misplaced, checked = int(placement["misplaced_pages"]), int(placement["checked_pages"])
+    found = f"{misplaced} of {checked} pages elsewhere" if misplaced else "all pages in place"
+    return f"{text}, {found}"
 
 
 def _row(name: str, state: dict[str, Any]) -> tuple[object, ...]:

@@ -25,6 +25,12 @@ class ModelConfig:
     format: Literal["bf16", "fp8"] = setting(
         "bf16", "format of the embedded default model", choices=("bf16", "fp8")
     )
+    shards: int = setting(
+        0,
+        "parts into which experts are cut, one per NUMA node; 0: as many as there are nodes",
+        low=0,
+        high=64,
+    )
     load_threads: int = setting(4, "threads that read the checkpoint", low=1, high=256)
 
 

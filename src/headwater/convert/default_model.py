@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headwater.convert.gguf import CONVERSION_VERSION, Format, ProgressFunction, convert_gguf
+from headwater.convert.gguf import CONVERSION_VERSION, Format, convert_gguf
+from headwater.convert.safetensors_writer import ProgressFunction
 from headwater.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +16,20 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from headwater.convert.fp8 import BLOCK, quantize_blocks
 from headwater.convert.gguf_reader import FloatArray, GgufFile
 from headwater.convert.gguf_tokenizer import write_tokenizer
-from headwater.convert.safetensors_writer import OutTensor, write_safetensors
+from headwater.convert.linear_formats import Error, LinearTarget
+from headwater.convert.new_folder import new_folder
+from headwater.convert.safetensors_writer import OutTensor, ProgressFunction, write_safetensors
 from headwater.convert.slicing import NUM_EXPERTS, slice_columns, slice_rows
 from headwater.errors import CheckpointError, ConfigError
-from headwater.weights.tensors import DType
 
 Format = Literal["bf16", "fp8"]
 
-ProgressFunction = Callable[[int, int], None]
-"""Called with the bytes written so far and the bytes in all."""
-
 CONVERSION_VERSION = 2
 """Counts changes of what a conversion writes; caches of another version are made again."""
+
+_BF16 = LinearTarget("bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +57,14 @@ def convert_gguf(
     """
     if fmt not in get_args(Format):
         raise ConfigError(f"format: expected one of {', '.join(get_args(Format))}, got {fmt!r}")
-    if out_dir.exists():
-        raise ConfigError(f"{out_dir}: exists already; remove it or choose another folder")
     source = GgufFile(gguf_path)
     dims = _read_dimensions(source)
     tensors = list(_out_tensors(source, dims, fmt))
-    building = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.partial")
-    try:
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
+    with new_folder(out_dir, sum(tensor.num_bytes for tensor in tensors)) as building:
         write_safetensors(building / "model.safetensors", tensors, on_progress)
         config = json.dumps(_config(source, dims, fmt), indent=2) + "\n"
         (building / "config.json").write_text(config)
         write_tokenizer(source, building)
-        building.rename(out_dir)
-    except OSError as error:
-        raise ConfigError(f"{out_dir}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
 
 
 def _read_dimensions(source: GgufFile) -> _Dimensions:
@@ -127,7 +114,7 @@ def _known_names(dims: _Dimensions) -> set[str]:
 def _out_tensors(source: GgufFile, dims: _Dimensions, fmt: Format) -> Iterator[OutTensor]:
     def plain(name: str, origin: str, shape: tuple[int, ...]) -> OutTensor:
         _require_shape(source, origin, shape)
-        return OutTensor(name, DType.BF16, shape, lambda: _bf16(source.load(origin)))
+        return OutTensor(name, "BF16", shape, lambda: [_bf16(source.load(origin))])
 
     # The three weights of one layer's FFN stay dequantised while experts are cut from them.
     load_ffn = functools.lru_cache(maxsize=3)(source.load)
@@ -135,10 +122,10 @@ def _out_tensors(source: GgufFile, dims: _Dimensions, fmt: Format) -> Iterator[O
     for layer in range(dims.num_layers):
         to, of = f"model.layers.{layer}", f"blk.{layer}"
         is_fp8 = fmt == "fp8" and to not in _kept_in_bf16(dims)
-        linear_expert = _linear_fp8 if is_fp8 else _linear_bf16
+        expert_target = LinearTarget("fp8") if is_fp8 else _BF16
         yield plain(f"{to}.input_layernorm.weight", f"{of}.attn_norm.weight", (dims.hidden,))
         for name, shape, load in _attention_weights(source, dims, of):
-            yield from _linear_bf16(f"{to}.self_attn.{name}.weight", shape, load)
+            yield from _linear(_BF16, f"{to}.self_attn.{name}", shape, load)
         yield plain(
             f"{to}.post_attention_layernorm.weight", f"{of}.ffn_norm.weight", (dims.hidden,)
         )
@@ -146,12 +133,12 @@ def _out_tensors(source: GgufFile, dims: _Dimensions, fmt: Format) -> Iterator[O
         gate_shape = (NUM_EXPERTS, dims.hidden)
         yield OutTensor(
             f"{moe}.gate.weight",
-            DType.BF16,
+            "BF16",
             gate_shape,
-            functools.partial(torch.zeros, gate_shape, dtype=torch.bfloat16),
+            functools.partial(_zeros, gate_shape),
         )
         for name, shape, load in _expert_weights(source, dims, of, load_ffn):
-            yield from linear_expert(f"{moe}.experts.{name}.weight", shape, load)
+            yield from _linear(expert_target, f"{moe}.experts.{name}", shape, load)
     yield plain("model.norm.weight", "output_norm.weight", (dims.hidden,))
     if not dims.is_tied:
         yield plain("lm_head.weight", "output.weight", (dims.vocab_size, dims.hidden))
@@ -205,27 +192,17 @@ def _expert_weights(
         yield f"{e}.w3", (width, dims.hidden), sliced(up, e, slice_rows)
 
 
-def _linear_bf16(
-    name: str, shape: tuple[int, int], load: Callable[[], FloatArray]
-) -> Iterator[OutTensor]:
-    yield OutTensor(name, DType.BF16, shape, lambda: _bf16(load()))
+def _linear(
+    target: LinearTarget, name: str, shape: tuple[int, int], load: Callable[[], FloatArray]
+) -> list[OutTensor]:
+    def rows() -> Iterator[torch.Tensor]:
+        yield torch.from_numpy(np.ascontiguousarray(load()))
+
+    return target.tensors(name, shape, rows, Error())
 
 
-def _linear_fp8(
-    name: str, shape: tuple[int, int], load: Callable[[], FloatArray]
-) -> Iterator[OutTensor]:
-    @functools.lru_cache(maxsize=1)
-    def quantized() -> tuple[torch.Tensor, torch.Tensor]:
-        return quantize_blocks(torch.from_numpy(np.ascontiguousarray(load())))
-
-    def take_scales() -> torch.Tensor:
-        scales = quantized()[1]
-        quantized.cache_clear()
-        return scales
-
-    scale_shape = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
-    yield OutTensor(name, DType.F8_E4M3, shape, lambda: quantized()[0])
-    yield OutTensor(f"{name}_scale_inv", DType.F32, scale_shape, take_scales)
+def _zeros(shape: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=torch.bfloat16)]
 
 
 def _bf16(values: FloatArray) -> torch.Tensor:
@@ -265,13 +242,9 @@ def _config(source: GgufFile, dims: _Dimensions, fmt: Format) -> dict[str, objec
         "torch_dtype": "bfloat16",
     }
     if fmt == "fp8":
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "weight_block_size": [BLOCK, BLOCK],
-            "activation_scheme": "dynamic",
-            "modules_to_not_convert": ["lm_head", *_kept_in_bf16(dims)],
-        }
+        config["quantization_config"] = LinearTarget("fp8").config(
+            ["lm_head", *_kept_in_bf16(dims)]
+        )
     return config
 
 

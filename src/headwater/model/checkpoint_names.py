@@ -1,29 +1,33 @@
 """Maps a model's canonical tensors to the tensors of its checkpoint.
 
-Owns names, shapes and dtypes on both sides; reads no file. The families differ in little more
-than the spelling of their experts, which CheckpointNames holds.
+Owns names and shapes on both sides; reads no file. What a linear weight consists of in each format
+is in stored_fields.py. The families differ in little more than the spelling of their experts, which
+CheckpointNames holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from headwater.errors import CheckpointError
 from headwater.model.layer_spec import (
-    FP8_BLOCK,
     DenseFfnSpec,
     GqaSpec,
     LayerSpec,
+    LinearFormat,
     MlaSpec,
     MoeFfnSpec,
     QuantSpec,
 )
-from headwater.weights.tensors import DType, TensorPart, TensorSpec
+from headwater.model.stored_fields import StoredField, row_multiple, stored_fields
+from headwater.weights.tensors import Cut, DType, Encoding, TensorPart, TensorSpec
 
 # Tensors that are small and never quantised may also be published in FP32.
 _SMALL = (DType.BF16, DType.F32)
-_SCALE = (DType.F32,)
+
+Axis = Literal["rows", "columns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,18 @@ class CheckpointNames:
 
 
 def layer_tensors(
-    index: int, layer: LayerSpec, hidden_size: int, names: CheckpointNames, quant: QuantSpec
+    index: int,
+    layer: LayerSpec,
+    hidden_size: int,
+    names: CheckpointNames,
+    quant: QuantSpec,
+    shards: int = 1,
 ) -> Iterator[TensorSpec]:
-    """The tensors of layer `index`; raises CheckpointError when its experts are half converted."""
+    """The tensors of layer `index`, its experts cut into `shards`.
+
+    Raises CheckpointError when its experts are half converted, or a weight's shape does not fit
+    its format or the number of shards.
+    """
     ours, theirs = f"layers.{index}", f"model.layers.{index}"
     yield _small(f"{ours}.attention_norm", f"{theirs}.input_layernorm.weight", hidden_size)
     attention = _Linears(f"{ours}.attention", f"{theirs}.self_attn", quant)
@@ -52,7 +65,7 @@ def layer_tensors(
         ffn = _Linears(f"{ours}.ffn", f"{theirs}.mlp", quant)
         yield from _dense_tensors(layer.ffn.intermediate_size, hidden_size, ffn)
     else:
-        yield from _moe_tensors(layer.ffn, hidden_size, ours, theirs, names, quant)
+        yield from _moe_tensors(layer.ffn, hidden_size, ours, theirs, names, quant, shards)
 
 
 def top_tensors(
@@ -60,10 +73,10 @@ def top_tensors(
 ) -> Iterator[TensorSpec]:
     """The tensors outside the layers."""
     table = (vocab_size, hidden_size)
-    yield TensorSpec("embed", table, (DType.BF16,), (TensorPart("model.embed_tokens.weight"),))
+    yield _table("embed", "model.embed_tokens.weight", table)
     yield _small("final_norm", "model.norm.weight", hidden_size)
     if not is_embedding_tied:
-        yield TensorSpec("lm_head", table, (DType.BF16,), (TensorPart("lm_head.weight"),))
+        yield _table("lm_head", "lm_head.weight", table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,46 +88,113 @@ class _Linears:
     quant: QuantSpec
 
     def linear(self, name: str, module: str, rows: int, columns: int) -> Iterator[TensorSpec]:
-        """The weight `name` [rows, columns] and, in FP8, its scale."""
-        return self.stack(name, {(): module}, (), rows, columns)
+        """The weight `name` [rows, columns] and what its format needs beside it."""
+        return self.stack(name, {(): module}, (), (rows, columns))
 
     def stack(
         self,
         name: str,
         modules: dict[tuple[int, ...], str],
         leading: tuple[int, ...],
-        rows: int,
-        columns: int,
+        shape: tuple[int, int],
+        shards: int = 1,
+        split: Axis = "rows",
     ) -> Iterator[TensorSpec]:
-        """The weights of `modules`, by index, stacked into [*leading, rows, columns]."""
+        """The weights of `modules`, by index, stacked into [*leading, *shape].
+
+        With more than one shard each weight is cut along `split`, and the number of the shard
+        becomes the second dimension: [leading[0], shards, *leading[1:], *smaller shape].
+        """
         paths = {index: f"{self.theirs}.{module}" for index, module in modules.items()}
-        are_fp8 = {path: self.quant.is_fp8(path) for path in paths.values()}
-        if len(set(are_fp8.values())) > 1:
-            kept = next(path for path, is_fp8 in are_fp8.items() if not is_fp8)
-            raise CheckpointError(
-                f"config.json: quantization_config.modules_to_not_convert keeps {kept} but not all"
-                f" of the experts beside it; a layer's experts must have one format"
-            )
-        is_fp8 = all(are_fp8.values())
-        yield TensorSpec(
-            f"{self.ours}.{name}",
-            (*leading, rows, columns),
-            (DType.F8_E4M3,) if is_fp8 else (DType.BF16,),
-            tuple(TensorPart(f"{path}.weight", index) for index, path in paths.items()),
-        )
-        if is_fp8:
+        linear_format = self._common_format(tuple(paths.values()))
+        for field in stored_fields(self.quant, linear_format):
+            some_path = next(iter(paths.values()))
+            self._check_shape(field, linear_format, some_path, shape)
+            whole = field.shape(*shape)
+            if shards == 1:
+                parts = {
+                    index: TensorPart(path + field.theirs, index) for index, path in paths.items()
+                }
+                dims = (*leading, *whole)
+            else:
+                cut_shape = self._shard_shape(field, some_path, shape, shards, split)
+                dims = (leading[0], shards, *leading[1:], *cut_shape)
+                parts = {
+                    (index[0], shard, *index[1:]): TensorPart(
+                        path + field.theirs,
+                        (index[0], shard, *index[1:]),
+                        Cut(
+                            whole,
+                            shard * cut_shape[0] if split == "rows" else 0,
+                            shard * cut_shape[1] if split == "columns" else 0,
+                        ),
+                    )
+                    for index, path in paths.items()
+                    for shard in range(shards)
+                }
             yield TensorSpec(
-                f"{self.ours}.{name}.scale",
-                (*leading, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)),
-                _SCALE,
-                tuple(
-                    TensorPart(f"{path}.weight_scale_inv", index) for index, path in paths.items()
-                ),
+                f"{self.ours}.{name}{field.ours}",
+                dims,
+                field.dtypes,
+                tuple(parts.values()),
+                field.encodings,
             )
+
+    def _common_format(self, paths: tuple[str, ...]) -> LinearFormat:
+        formats = {path: self.quant.format_of(path) for path in paths}
+        if len(set(formats.values())) > 1:
+            kept = next(path for path, kind in formats.items() if kind == "bf16")
+            raise CheckpointError(
+                f"config.json: quantization_config keeps {kept} in BF16 but not all of the experts"
+                f" beside it; a layer's experts must have one format"
+            )
+        return formats[paths[0]]
+
+    def _check_shape(
+        self, field: StoredField, linear_format: LinearFormat, path: str, shape: tuple[int, int]
+    ) -> None:
+        """FP8 blocks may be ragged; groups, and words of several codes, may not."""
+        if linear_format in ("bf16", "fp8"):
+            return
+        multiple = row_multiple(self.quant)
+        for side, size, needed in (("rows", shape[0], multiple), ("columns", shape[1], 8)):
+            if size % needed:
+                raise CheckpointError(
+                    f"config.json: {path} has {size} {side}, but its {linear_format} codes come in"
+                    f" words of {needed}"
+                )
+        if shape[1] % field.columns:
+            raise CheckpointError(
+                f"config.json: quantization_config.group_size is {field.columns}, which does not"
+                f" divide the {shape[1]} columns of {path}"
+            )
+
+    def _shard_shape(
+        self,
+        field: StoredField,
+        path: str,
+        shape: tuple[int, int],
+        shards: int,
+        split: Axis,
+    ) -> tuple[int, int]:
+        axis = 0 if split == "rows" else 1
+        unit = field.rows if split == "rows" else field.columns
+        if shape[axis] % (shards * unit):
+            raise CheckpointError(
+                f"model.shards: {path} has {shape[axis]} {split}, which {shards} shards in whole"
+                f" blocks of {unit} do not divide; choose another number of shards"
+            )
+        size = shape[axis] // shards
+        return field.shape(size, shape[1]) if axis == 0 else field.shape(shape[0], size)
 
 
 def _small(name: str, source: str, *shape: int) -> TensorSpec:
-    return TensorSpec(name, shape, _SMALL, (TensorPart(source),))
+    return TensorSpec(name, shape, _SMALL, (TensorPart(source),), (Encoding.F16_TO_F32,))
+
+
+def _table(name: str, source: str, shape: tuple[int, int]) -> TensorSpec:
+    parts = (TensorPart(source),)
+    return TensorSpec(name, shape, (DType.BF16,), parts, (Encoding.F16_TO_BF16,))
 
 
 def _gqa_tensors(spec: GqaSpec, hidden_size: int, at: _Linears) -> Iterator[TensorSpec]:
@@ -158,6 +238,7 @@ def _moe_tensors(
     theirs: str,
     names: CheckpointNames,
     quant: QuantSpec,
+    shards: int,
 ) -> Iterator[TensorSpec]:
     block = f"{theirs}.{names.moe_block}"
     yield _small(f"{ours}.gate", f"{block}.gate.weight", spec.num_experts, hidden_size)
@@ -171,9 +252,9 @@ def _moe_tensors(
         for e in range(count)
         for i, module in enumerate((names.expert_gate, names.expert_up))
     }
-    yield from experts.stack("gate_up", gate_up, (count, 2), size, hidden_size)
+    yield from experts.stack("gate_up", gate_up, (count, 2), (size, hidden_size), shards, "rows")
     down: dict[tuple[int, ...], str] = {(e,): f"{e}.{names.expert_down}" for e in range(count)}
-    yield from experts.stack("down", down, (count,), hidden_size, size)
+    yield from experts.stack("down", down, (count,), (hidden_size, size), shards, "columns")
     if spec.shared_intermediate_size:
         shared = _Linears(f"{ours}.shared", f"{block}.shared_experts", quant)
         yield from _dense_tensors(spec.shared_intermediate_size, hidden_size, shared)

@@ -31,6 +31,10 @@ class ConfigFields:
         """Whether the field is there and not null."""
         return self._values.get(name) is not None
 
+    def names(self) -> tuple[str, ...]:
+        """The names of all fields that are there."""
+        return tuple(self._values)
+
     def fail(self, name: str, problem: str) -> NoReturn:
         """Raises CheckpointError about the field `name`: '<file>: <field> <problem>'."""
         raise CheckpointError(f"{self._source}: {self._prefix}{name} {problem}")

@@ -6,12 +6,15 @@ config.json, and the torch code and the KV layout read it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from headwater.kv.layout import KvKind
 
 FP8_BLOCK = 128
+MXFP4_GROUP = 32
+INT4_GROUPS = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +121,41 @@ class LayerSpec:
         return KvShape(KvKind.MLA, 1, self.attention.kv_lora_rank + self.attention.rope_dim)
 
 
+LinearFormat = Literal["bf16", "fp8", "int4", "mxfp4"]
+"""How one linear weight is stored; see stored_fields.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
     """How linear weights are stored.
 
-    none: BF16. fp8: E4M3 with one FP32 scale per 128 x 128 block, except the modules that
-    `unconverted_modules` names by full path, leading path or trailing path.
+    none: BF16. fp8: E4M3 with one FP32 scale per 128 x 128 block. int4: codes with one scale, and
+    with `has_zeros` one zero point, per `group` columns of a row. mxfp4: E2M1 codes with one E8M0
+    scale per 32 columns. `packing` is the order in which a checkpoint holds int4 codes.
+
+    `converted_modules` names the modules that are quantised, none meaning all linear ones, and
+    `unconverted_modules` those that are not: a name is a regular expression for the beginning of
+    the module's path after "re:", and else some whole components of the path in a row.
     """
 
-    kind: Literal["none", "fp8"] = "none"
+    kind: Literal["none", "fp8", "int4", "mxfp4"] = "none"
     unconverted_modules: tuple[str, ...] = ()
+    converted_modules: tuple[str, ...] = ()
+    group: int = 0
+    has_zeros: bool = False
+    packing: Literal["rows", "awq", "gptq", "gptq_v2"] = "rows"
 
-    def is_fp8(self, module: str) -> bool:
-        """Whether the linear `module`, such as model.layers.0.mlp.up_proj, is stored in FP8."""
-        if self.kind == "none":
-            return False
-        dotted = f".{module}."
-        return not any(
-            dotted.startswith(f".{name}.") or dotted.endswith(f".{name}.")
-            for name in self.unconverted_modules
+    def format_of(self, module: str) -> LinearFormat:
+        """The format of the linear `module`, such as model.layers.0.mlp.up_proj."""
+        if self.kind == "none" or any(_names(n, module) for n in self.unconverted_modules):
+            return "bf16"
+        is_target = not self.converted_modules or any(
+            _names(name, module) for name in self.converted_modules
         )
+        return self.kind if is_target else "bf16"
+
+
+def _names(name: str, module: str) -> bool:
+    if name.startswith("re:"):
+        return re.match(name.removeprefix("re:"), module) is not None
+    return f".{name}." in f".{module}."

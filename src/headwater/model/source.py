@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -17,6 +19,11 @@ class Weights(Protocol):
     def tensor(self, name: str) -> Tensor:
         """The tensor `name`, as listed by ModelSpec.tensors()."""
         ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+
+_Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class WeightSource:
@@ -39,21 +46,36 @@ class WeightSource:
         return self._weights.tensor(self._prefix + name)
 
     def matrix(self, name: str) -> Matrix:
-        """The linear weight `name`, with its scale in FP8; leading dimensions stacked as rows."""
-        return Matrix(self.tensor(name), self._scale(name), self._scratch)
+        """The linear weight `name` in its format; leading dimensions are stacked as rows."""
+        return self._matrix(self._parts(name))
 
-    def matrices(self, name: str) -> list[Matrix]:
-        """The linear weights stacked along the first dimension of `name`, one by one."""
-        weight, scale = self.tensor(name), self._scale(name)
-        return [
-            Matrix(weight[i], None if scale is None else scale[i], self._scratch)
-            for i in range(weight.shape[0])
-        ]
+    def matrices(self, name: str, num_dimensions: int = 1) -> list[Matrix]:
+        """The linear weights stacked along the leading dimensions of `name`, one by one."""
+        members = (_members(part, num_dimensions) for part in self._parts(name))
+        return [self._matrix(parts) for parts in zip(*members, strict=False)]
 
     def norm(self, name: str) -> RmsNorm:
         """The normalisation with weight `name`."""
         return RmsNorm(self.tensor(name), self._norm_eps)
 
-    def _scale(self, name: str) -> Tensor | None:
-        is_fp8 = self.tensor(name).dtype == torch.float8_e4m3fn
-        return self.tensor(f"{name}.scale") if is_fp8 else None
+    def _matrix(self, parts: tuple[Tensor | None, ...]) -> Matrix:
+        weight, scale, zeros = parts
+        assert weight is not None
+        return Matrix(weight, scale, self._scratch, zeros)
+
+    def _parts(self, name: str) -> _Parts:
+        """Values, scales and zero points of `name`, as far as its format has them."""
+        weight = self.tensor(name)
+        is_packed = weight.dtype == torch.uint8
+        scale = None
+        if is_packed or weight.dtype == torch.float8_e4m3fn:
+            scale = self.tensor(f"{name}.scale")
+        has_zeros = is_packed and f"{self._prefix}{name}.zero" in self._weights
+        return weight, scale, self.tensor(f"{name}.zero") if has_zeros else None
+
+
+def _members(stack: Tensor | None, num_dimensions: int) -> Iterable[Tensor | None]:
+    """The members of a stack; nothing, again and again, where there is no stack."""
+    if stack is None:
+        return itertools.repeat(None)
+    return stack.flatten(0, num_dimensions - 1).unbind()

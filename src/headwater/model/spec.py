@@ -124,10 +124,15 @@ class ModelSpec:
         """What each layer keeps per token; all layers of the known families keep the same."""
         return self.layers[0].kv
 
-    def tensors(self) -> tuple[TensorSpec, ...]:
+    def tensors(self, shards: int = 1) -> tuple[TensorSpec, ...]:
         """Every tensor of the model, in the order of use: embedding, layers, head.
 
-        Raises CheckpointError when the quantisation splits the experts of a layer.
+        With more than one shard, routed experts are cut along their intermediate dimension, one
+        part for each NUMA node: gate_up becomes [experts, shards, 2, size / shards, hidden], down
+        [experts, shards, hidden, size / shards]; scales and zero points likewise.
+
+        Raises CheckpointError when the quantisation splits the experts of a layer, and when a
+        weight's shape does not fit its format or the shards.
         """
         embed, *head = top_tensors(
             self.hidden_size, self.vocab_size, is_embedding_tied=self.is_embedding_tied
@@ -136,7 +141,7 @@ class ModelSpec:
         layers = [
             tensor
             for index, layer in enumerate(self.layers)
-            for tensor in layer_tensors(index, layer, self.hidden_size, names, self.quant)
+            for tensor in layer_tensors(index, layer, self.hidden_size, names, self.quant, shards)
         ]
         return (embed, *layers, *head)
 

@@ -26,7 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FETCH_AGAIN = "fetch the file again"
 
-_ITEM_BYTES = {
+ITEM_BYTES = {
     "BOOL": 1,
     "U8": 1,
     "I8": 1,
@@ -198,7 +198,7 @@ def _parse_tensors(
         if not isinstance(fields, dict):
             raise CheckpointError(f"{where}: expected a JSON object, got {fields!r}")
         dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-        if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             raise CheckpointError(f"{where}: field 'dtype': unknown value {dtype!r}")
         if not _is_sizes(shape):
             raise CheckpointError(f"{where}: field 'shape': expected sizes, got {shape!r}")
@@ -207,7 +207,7 @@ def _parse_tensors(
                 f"{where}: field 'data_offsets': expected [begin, end], got {offsets!r}"
             )
         begin, end = offsets
-        num_bytes = math.prod(shape) * _ITEM_BYTES[dtype]
+        num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
         if end - begin != num_bytes:
             raise CheckpointError(
                 f"{where}: field 'data_offsets' spans {end - begin} bytes, but dtype {dtype} and "

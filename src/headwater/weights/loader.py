@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
-
-import numpy as np
 
 from headwater import shm
 from headwater.errors import (
-    CheckpointError,
+    NotPermittedError,
     SegmentError,
     SegmentExistsError,
     SegmentNotFoundError,
     UnavailableError,
 )
 from headwater.shm import Lifetime, Segment, SegmentKind, SegmentState
-from headwater.weights.checkpoint import Checkpoint, read_checkpoint
+from headwater.weights.checkpoint import read_checkpoint
+from headwater.weights.conversion import ConversionJob
 from headwater.weights.manifest import WEIGHTS_LAYOUT_VERSION, write_manifest
 from headwater.weights.memory import plan_memory
-from headwater.weights.plan import LoadPlan, find_part, plan_load
+from headwater.weights.placement import Placement, check_placement, memory_nodes, place
+from headwater.weights.plan import LoadPlan, plan_load
+from headwater.weights.scales import check_scales
 from headwater.weights.store import WeightsStore
-from headwater.weights.tensors import DType, TensorEntry, TensorSpec
+from headwater.weights.tensors import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +44,14 @@ def load_weights(
     *,
     shm_prefix: str,
     threads: int = 4,
+    shards: int = 1,
     on_progress: ProgressFunction | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> WeightsStore:
     """Re-attaches the weights when they lie in shared memory, else loads them there.
+
+    `shards` says into how many parts along their intermediate dimension the tensors' specs cut the
+    experts; each part is placed on the NUMA node it belongs to, where the kernel allows that.
 
     The segment is named "<shm_prefix>.weights.<digest>", persistent, and owned by this process
     unless another one alive owns it already.
@@ -57,8 +63,10 @@ def load_weights(
     plan = plan_load(spec_tensors, checkpoint)
     name = f"{shm_prefix}.weights.{plan.digest.hex()[:16]}"
     shm.reap(name)  # an unfinished segment whose loader died
+    nodes = memory_nodes()
     store = _reattach(name, plan)
     if store is not None:
+        store.placement = _checked_placement(store.segment, plan, shards, nodes)
         return store
     memory = plan_memory(shm.HEADER_BYTES + plan.payload_bytes)
     logger.info("%s: %s", model_dir, memory)
@@ -75,8 +83,9 @@ def load_weights(
     except SegmentExistsError:
         raise _being_loaded(name) from None
     try:
+        _place(segment, plan, shards, nodes)
         _fill(segment, plan, threads, on_progress, should_stop)
-        _check_scales(segment, plan, spec_tensors, checkpoint)
+        check_scales(segment, plan, spec_tensors, checkpoint)
         segment.seal()
     except BaseException:
         segment.poison()
@@ -84,7 +93,9 @@ def load_weights(
         segment.close()
         raise
     logger.info("loaded %s into segment %s", model_dir, name)
-    return WeightsStore(segment, plan.entries, checkpoint.config_json, was_reattached=False)
+    store = WeightsStore(segment, plan.entries, checkpoint.config_json, was_reattached=False)
+    store.placement = _checked_placement(segment, plan, shards, nodes)
+    return store
 
 
 def _reattach(name: str, plan: LoadPlan) -> WeightsStore | None:
@@ -107,6 +118,31 @@ def _reattach(name: str, plan: LoadPlan) -> WeightsStore | None:
     return store
 
 
+def _place(segment: Segment, plan: LoadPlan, shards: int, nodes: tuple[int, ...]) -> None:
+    """Slower memory is better than none: where the kernel forbids placing, that is only said."""
+    if shards == 1 and len(nodes) == 1:
+        return
+    try:
+        place(segment, plan.entries, shards, nodes)
+    except NotPermittedError as error:
+        logger.warning("weights are not placed on their NUMA nodes: %s", error)
+
+
+def _checked_placement(
+    segment: Segment, plan: LoadPlan, shards: int, nodes: tuple[int, ...]
+) -> Placement | None:
+    if shards == 1:
+        return None
+    placement = check_placement(segment, plan.entries, shards, nodes)
+    if placement.misplaced_pages:
+        logger.warning(
+            "%d of %d pages looked at are not on their NUMA node",
+            placement.misplaced_pages,
+            placement.checked_pages,
+        )
+    return placement
+
+
 def _being_loaded(name: str) -> UnavailableError:
     return UnavailableError(
         f"segment '{name}': another process is loading these weights; try again when it is done"
@@ -121,33 +157,17 @@ def _fill(
     should_stop: Callable[[], bool] | None,
 ) -> None:
     write_manifest(segment, plan.manifest, plan.manifest_offset)
-    job = segment.start_load(plan.pieces, threads=threads)
-    is_done = False
-    while not is_done:
-        if should_stop is not None and should_stop():
-            job.cancel()
-        is_done = job.wait(_POLL_MS)
-        if on_progress is not None:
-            on_progress(job.loaded_bytes, job.total_bytes)
-
-
-def _check_scales(
-    segment: Segment, plan: LoadPlan, specs: Sequence[TensorSpec], checkpoint: Checkpoint
-) -> None:
-    """A damaged scale would turn a block of weights, and then every answer, into NaN."""
-    for entry, spec in zip(plan.entries, specs, strict=True):
-        if entry.dtype is DType.F32 and entry.name.endswith(".scale"):
-            scales = _as_array(segment, entry)
-            is_good = np.isfinite(scales) & (scales >= 0)
-            if not is_good.all():
-                element = int(np.argmin(is_good))
-                source = checkpoint.tensors[find_part(spec, element).source]
-                raise CheckpointError(
-                    f"{source.file}: tensor '{source.name}': holds the scale {scales[element]}; "
-                    "scales must be finite and not negative; fetch the file again"
+    copying = segment.start_load(plan.pieces, threads=threads)
+    with closing(ConversionJob(segment, plan.conversions, threads)) as converting:
+        is_copied = is_converted = False
+        while not (is_copied and is_converted):
+            if should_stop is not None and should_stop():
+                copying.cancel()
+                converting.cancel()
+            is_copied = is_copied or copying.wait(_POLL_MS)
+            is_converted = converting.wait(_POLL_MS if is_copied else 0)
+            if on_progress is not None:
+                on_progress(
+                    copying.loaded_bytes + converting.loaded_bytes,
+                    copying.total_bytes + converting.total_bytes,
                 )
-
-
-def _as_array(segment: Segment, entry: TensorEntry) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    view = segment.view(entry.offset, entry.num_bytes)
-    return np.frombuffer(memoryview(view), dtype=np.float32)

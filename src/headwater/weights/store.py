@@ -13,19 +13,22 @@ import torch
 from headwater.errors import SegmentError
 from headwater.shm import Segment, SegmentHandle
 from headwater.weights.manifest import read_manifest
+from headwater.weights.placement import Placement
 from headwater.weights.tensors import DType, TensorEntry
 
 _TORCH_DTYPES = {
     DType.F32: torch.float32,
     DType.BF16: torch.bfloat16,
     DType.F8_E4M3: torch.float8_e4m3fn,
+    DType.U8: torch.uint8,
 }
 
 
 class WeightsStore:
     """The tensors of one checkpoint.
 
-    `was_reattached` says that they were found in shared memory and not loaded from disk.
+    `was_reattached` says that they were found in shared memory and not loaded from disk;
+    `placement`, for experts in shards, on which NUMA nodes their pages are.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class WeightsStore:
         self.entries = {entry.name: entry for entry in entries}
         self.config_json = config_json
         self.was_reattached = was_reattached
+        self.placement: Placement | None = None
 
     @classmethod
     def attach(

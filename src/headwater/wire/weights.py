@@ -17,6 +17,7 @@ _DTYPE_TO_PB = {
     DType.F32: pb.DTYPE_F32,
     DType.BF16: pb.DTYPE_BF16,
     DType.F8_E4M3: pb.DTYPE_F8_E4M3,
+    DType.U8: pb.DTYPE_U8,
 }
 _DTYPE_FROM_PB = {value: key for key, value in _DTYPE_TO_PB.items()}
 

@@ -1,0 +1,21 @@
+// What each file of the bindings adds to the module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace headwater {
+
+// Python passes addresses of tensors as numbers.
+template <class T>
+T* address(std::uintptr_t value) {
+    return reinterpret_cast<T*>(value);
+}
+
+void bind_attention(pybind11::module_& m);
+void bind_kernels(pybind11::module_& m);
+void bind_model(pybind11::module_& m);
+void bind_numa(pybind11::module_& m);
+
+}  // namespace headwater

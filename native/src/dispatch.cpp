@@ -1,0 +1,58 @@
+// Which table of kernels this process uses.
+#include <cstdlib>
+#include <string>
+
+#include "headwater/failure.hpp"
+#include "headwater/kernels.hpp"
+
+namespace headwater {
+
+namespace {
+
+constexpr const char* kVariable = "HEADWATER_FORCE_ISA";
+
+std::string supported_names() {
+    std::string names;
+    for (const Isa isa : supported_isas()) {
+        names += (names.empty() ? "" : ", ") + std::string(isa_name(isa));
+    }
+    return names;
+}
+
+Isa choose() {
+    const char* forced = std::getenv(kVariable);
+    if (forced == nullptr || *forced == '\0') {
+        return supported_isas().front();
+    }
+    for (const Isa isa : supported_isas()) {
+        if (std::string(forced) == isa_name(isa)) {
+            return isa;
+        }
+    }
+    throw Failure(FailureKind::kConfig, std::string(kVariable) + ": '" + forced +
+                                            "' is unknown or not supported by this CPU; " +
+                                            "supported here: " + supported_names());
+}
+
+}  // namespace
+
+const Kernels& kernels_of(Isa isa) {
+    switch (isa) {
+        case Isa::kAmx:
+            return amx::kKernels;
+        case Isa::kAvx512:
+            return avx512::kKernels;
+        case Isa::kAvx2:
+            return avx2::kKernels;
+        case Isa::kScalar:
+            break;
+    }
+    return scalar::kKernels;
+}
+
+const Kernels& active_kernels() {
+    static const Kernels& chosen = kernels_of(choose());
+    return chosen;
+}
+
+}  // namespace headwater

@@ -1,0 +1,1 @@
+"""Measurements of our kernels against what the machine can do, in the same run."""

@@ -1,0 +1,44 @@
+"""One weight matrix that stays in the second-level cache: what the instructions can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headwater.bench.timing import ReadProbe, alternate
+from headwater.bench.weights import Format, random_matrix
+from headwater.kernels import WorkerPool, isa, linear
+
+ROWS, COLUMNS = 64, 7168
+REPEATS = 200
+
+
+def bench_kernel(fmt: Format, batch: int) -> dict[str, Any]:
+    """One row of figures, on one thread."""
+    pool = WorkerPool(1)
+    pool.pin_caller()
+    matrix = random_matrix((), ROWS, COLUMNS, fmt)
+    x, out = torch.randn(batch, COLUMNS), torch.empty(batch, ROWS)
+
+    def run() -> None:
+        for _ in range(REPEATS):
+            linear(pool, matrix, x, out)
+
+    timed = alternate(run, ReadProbe(pool))
+    seconds = timed.seconds / REPEATS
+    gb_per_s = matrix.native.stored_bytes / seconds / 1e9
+    return {
+        "what": "kernel, cached",
+        "shape": f"{ROWS}x{COLUMNS}",
+        "format": fmt,
+        "batch": batch,
+        "threads": 1,
+        "isa": isa(),
+        "us": seconds * 1e6,
+        "gb_per_s": gb_per_s,
+        "read_gb_per_s": timed.read_gb_per_s,
+        "ratio": gb_per_s / timed.read_gb_per_s,
+        "tflop_per_s": 2.0 * batch * ROWS * COLUMNS / seconds / 1e12,
+        "tokens_per_s": batch / seconds,
+    }

@@ -1,0 +1,73 @@
+"""How things are timed here: turn by turn with a read of memory, and medians of both.
+
+The machines that people have are shared and noisy: a figure means something only beside what the
+memory gave in the same seconds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from headwater import _native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headwater.kernels import WorkerPool
+
+# Larger than the last-level caches of common servers, so that reads come from DRAM.
+READ_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Medians: seconds of one run, and GB/s of reading memory just before and after."""
+
+    seconds: float
+    read_gb_per_s: float
+
+
+class ReadProbe:
+    """Reads a buffer of its own, in huge pages if there are any, with all threads of a pool."""
+
+    def __init__(self, pool: WorkerPool, num_bytes: int = READ_BYTES) -> None:
+        self._pool = pool
+        self._buffer = huge_buffer(num_bytes)
+
+    def gb_per_s(self) -> float:
+        """One read of the whole buffer."""
+        started = time.perf_counter()
+        _native.read_memory(self._pool.native, self._buffer.data_ptr(), self._buffer.numel())
+        return self._buffer.numel() / (time.perf_counter() - started) / 1e9
+
+
+def huge_buffer(num_bytes: int) -> torch.Tensor:
+    """UINT8 [num_bytes] of private memory, written once."""
+    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    region.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.from_numpy(np.frombuffer(region, dtype=np.uint8))
+    buffer.fill_(1)
+    return buffer
+
+
+def alternate(
+    run: Callable[[], None], probe: ReadProbe, *, rounds: int = 9, warm_ups: int = 2
+) -> Timed:
+    """Times `run` and the probe in turn."""
+    for _ in range(warm_ups):
+        run()
+        probe.gb_per_s()
+    seconds, reads = [], []
+    for _ in range(rounds):
+        reads.append(probe.gb_per_s())
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return Timed(statistics.median(seconds), statistics.median(reads))

@@ -1,0 +1,1 @@
+"""Checkpoints of published shapes with random weights, to measure and to size a machine with."""
