@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headwater.errors import HeadwaterError, InvalidRequestError
 from headwater.generation import TokenEvent, check_request_id, check_token_id
+from headwater.kernels import isa
 from headwater.rpc.bridge import EventBridge
 from headwater.services.decode.sampler import SamplerState
 from headwater.services.decode.sequence import Sequence
@@ -55,7 +56,8 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                 sequence.sampler.grammar = await asyncio.to_thread(
                     memory.grammars.compile, params.constraint, tuple(request.output_token_ids)
                 )
-            with span("decode", {"headwater.request_id": request.request_id}):
+            attributes = {"headwater.request_id": request.request_id, "headwater.isa": isa()}
+            with span("decode", attributes):
                 async for event in self._events(sequence, bridge):
                     yield _event_to_pb(event)
         finally:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headwater.errors import InvalidRequestError, UnavailableError
 from headwater.generation import check_request_id, check_token_id
+from headwater.kernels import isa
 from headwater.rpc.bridge import EventBridge
 from headwater.services.prefill.job import PrefillDone, PrefillJob, PrefillProgress
 from headwater.telemetry.tracing import span
@@ -47,6 +48,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         attributes: dict[str, str | int] = {
             "headwater.request_id": request.request_id,
             "headwater.prompt_tokens": len(token_ids),
+            "headwater.isa": isa(),
         }
         with span("prefill", attributes):
             self._engine.submit(job)
