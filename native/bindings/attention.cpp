@@ -1,5 +1,5 @@
-// Python face of the FP32 kernels on their own: addresses in, GIL off, call. Models reach them through
-// the decoder; headwater.kernels.attention and .float_product are the only callers.
+// Python face of the FP32 kernels on their own: addresses in, GIL off, call. Models reach them
+// through the decoder; headwater.kernels.attention and .float_product are the only callers.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -21,10 +21,9 @@ void run_paged_attention(const Compute& compute, const TokenBatch& batch, std::i
                          std::int64_t head_stride, std::int64_t value_offset, std::int64_t window,
                          std::uintptr_t sinks, std::uintptr_t pages, std::uintptr_t queries,
                          std::uintptr_t outputs) {
-    const AttentionShape shape = {num_heads,    num_kv_heads, key_dim,
-                                  value_dim,    block_stride, token_stride,
-                                  head_stride,  value_offset, window,
-                                  address<const float>(sinks)};
+    const AttentionShape shape = {
+        num_heads,    num_kv_heads, key_dim,      value_dim, block_stride,
+        token_stride, head_stride,  value_offset, window,    address<const float>(sinks)};
     Workspace workspace;
     paged_attention(compute, workspace, shape, batch, 0, batch.num_tokens(),
                     address<const std::uint16_t>(pages), address<const float>(queries),

@@ -1,5 +1,7 @@
 // Python face of the CPU kernels: addresses in, GIL off, call. headwater.kernels checks tensors,
 // keeps their memory alive, and is the only caller.
+#include "headwater/kernels.hpp"
+
 #include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -9,7 +11,6 @@
 
 #include "bindings.hpp"
 #include "headwater/failure.hpp"
-#include "headwater/kernels.hpp"
 #include "headwater/linear_layer.hpp"
 #include "headwater/memory_read.hpp"
 #include "headwater/moe_layer.hpp"
@@ -78,9 +79,9 @@ std::unique_ptr<MoeLayer> make_moe_layer(WorkerPool& pool, const std::string& is
                                          int experts_per_token, Activation activation,
                                          float limit) {
     const Kernels& kernels = isa.empty() ? active_kernels() : kernels_named(isa);
-    return std::make_unique<MoeLayer>(
-        pool, kernels, stacked_experts(gate_up, down, num_experts, num_shards),
-        MoeLayer::Options{experts_per_token, activation, limit});
+    return std::make_unique<MoeLayer>(pool, kernels,
+                                      stacked_experts(gate_up, down, num_experts, num_shards),
+                                      MoeLayer::Options{experts_per_token, activation, limit});
 }
 
 void run_moe(const MoeLayer& layer, std::uintptr_t x, std::uintptr_t experts,
@@ -88,9 +89,9 @@ void run_moe(const MoeLayer& layer, std::uintptr_t x, std::uintptr_t experts,
     const auto* ids = address<const std::int32_t>(experts);
     for (std::int64_t i = 0; i < num_tokens * layer.experts_per_token(); ++i) {
         if (ids[i] < 0 || ids[i] >= layer.num_experts()) {
-            throw Failure(FailureKind::kInternal,
-                          "experts: " + std::to_string(ids[i]) + " chosen of " +
-                              std::to_string(layer.num_experts()));
+            throw Failure(FailureKind::kInternal, "experts: " + std::to_string(ids[i]) +
+                                                      " chosen of " +
+                                                      std::to_string(layer.num_experts()));
         }
     }
     layer.run({.x = address<const float>(x),
@@ -129,8 +130,9 @@ void bind_kernels(py::module_& m) {
 
     m.def("isa", [] { return isa_name(active_kernels().isa); });
     m.def("supported_isas", &supported_names);
-    m.def("self_test", [](const std::string& isa) { self_test(kernels_named(isa)); },
-          py::arg("isa"), NoGil());
+    m.def(
+        "self_test", [](const std::string& isa) { self_test(kernels_named(isa)); }, py::arg("isa"),
+        NoGil());
 
     py::class_<Matrix>(m, "Matrix")
         .def(py::init(&make_matrix), py::kw_only(), py::arg("format"), py::arg("scale_type"),
@@ -143,8 +145,8 @@ void bind_kernels(py::module_& m) {
 
     py::class_<WorkerPool>(m, "WorkerPool")
         .def(py::init([](int num_threads, int spin_us, bool pin) {
-                 return std::make_unique<WorkerPool>(WorkerPool::Options{
-                     num_threads, std::chrono::microseconds(spin_us), pin});
+                 return std::make_unique<WorkerPool>(
+                     WorkerPool::Options{num_threads, std::chrono::microseconds(spin_us), pin});
              }),
              py::arg("num_threads"), py::arg("spin_us"), py::arg("pin"), NoGil())
         .def_property_readonly("num_threads", &WorkerPool::num_threads)

@@ -1,7 +1,6 @@
-// Python face of the decoder: built part by part from addresses, then called with addresses, without
-// the GIL. headwater.kernels.model checks tensors, keeps their memory alive, and is the only caller.
-#include "headwater/model/decoder.hpp"
-
+// Python face of the decoder: built part by part from addresses, then called with addresses,
+// without the GIL. headwater.kernels.model checks tensors, keeps their memory alive, and is the
+// only caller.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,6 +10,7 @@
 
 #include "bindings.hpp"
 #include "headwater/failure.hpp"
+#include "headwater/model/decoder.hpp"
 
 namespace py = pybind11;
 
@@ -66,6 +66,13 @@ Compute make_compute(WorkerPool& pool, const std::string& isa, Mode mode) {
     return {&pool, &table_of(isa), mode};
 }
 
+void choose(const Gate& gate, const Compute& compute, std::uintptr_t x, std::int64_t num_tokens,
+            std::uintptr_t experts, std::uintptr_t weights) {
+    std::vector<float> logits(static_cast<std::size_t>(num_tokens * gate.num_experts()));
+    gate.choose(compute, address<const float>(x), num_tokens, logits.data(),
+                address<std::int32_t>(experts), address<float>(weights), gate.experts_per_token());
+}
+
 std::shared_ptr<FeedForward> make_dense(const Compute& compute, const Matrix& gate,
                                         const Matrix& up, const Matrix& down) {
     return std::make_shared<FeedForward>(compute, ExpertWeights{gate, up, down});
@@ -95,8 +102,7 @@ std::unique_ptr<TokenBatch> make_batch(const std::vector<Span>& items, std::int6
     std::vector<SequenceSpan> spans;
     spans.reserve(items.size());
     for (const auto& [first_row, num_new, start, block_ids, count] : items) {
-        spans.push_back(
-            {first_row, num_new, start, address<const std::int64_t>(block_ids), count});
+        spans.push_back({first_row, num_new, start, address<const std::int64_t>(block_ids), count});
     }
     return std::make_unique<TokenBatch>(std::move(spans), block_tokens, num_blocks);
 }
@@ -156,19 +162,20 @@ void bind_parts(py::module_& m) {
              py::arg("softmax_scale"), py::arg("q_a"), py::arg("q_a_norm"), py::arg("q"),
              py::arg("kv_a"), py::arg("kv_a_norm"), py::arg("kv_b"), py::arg("o"),
              py::arg("rotary"));
-    py::class_<Gate>(m, "Gate")
-        .def(py::init(&make_gate), py::kw_only(), py::arg("matrix"), py::arg("bias"),
-             py::arg("experts_per_token"), py::arg("num_groups"), py::arg("groups_per_token"),
-             py::arg("is_normalized"), py::arg("scale"));
     py::class_<Compute>(m, "Compute")
         .def(py::init(&make_compute), py::arg("pool"), py::arg("isa"), py::arg("mode"),
              py::keep_alive<1, 2>());
+    py::class_<Gate>(m, "Gate")
+        .def(py::init(&make_gate), py::kw_only(), py::arg("matrix"), py::arg("bias"),
+             py::arg("experts_per_token"), py::arg("num_groups"), py::arg("groups_per_token"),
+             py::arg("is_normalized"), py::arg("scale"))
+        .def("choose", &choose, py::arg("compute"), py::arg("x"), py::arg("num_tokens"),
+             py::arg("experts"), py::arg("weights"));
     py::class_<FeedForward, std::shared_ptr<FeedForward>>(m, "FeedForward")
         .def_static("dense", &make_dense, py::arg("compute"), py::arg("gate"), py::arg("up"),
                     py::arg("down"), py::keep_alive<0, 1>())
-        .def_static("routed", &make_routed, py::arg("compute"), py::arg("gate"),
-                    py::arg("gate_up"), py::arg("down"), py::arg("num_shards"),
-                    py::arg("shared"),
+        .def_static("routed", &make_routed, py::arg("compute"), py::arg("gate"), py::arg("gate_up"),
+                    py::arg("down"), py::arg("num_shards"), py::arg("shared"),
                     py::keep_alive<0, 1>());
 }
 
@@ -198,8 +205,8 @@ void bind_model(py::module_& m) {
             py::arg("token_ids"), py::arg("count"), py::arg("out"))
         .def("forward", &forward, py::arg("batch"), py::arg("token_ids"), py::arg("pages"),
              py::arg("hidden"))
-        .def("forward_layer", &forward_layer, py::arg("layer"), py::arg("batch"),
-             py::arg("hidden"), py::arg("pages"))
+        .def("forward_layer", &forward_layer, py::arg("layer"), py::arg("batch"), py::arg("hidden"),
+             py::arg("pages"))
         .def(
             "logits",
             [](Decoder& decoder, std::uintptr_t hidden, std::int64_t count, std::uintptr_t out) {

@@ -44,8 +44,8 @@ std::vector<float> attend(const Kernels& kernels) {
     constexpr std::int64_t kEndKey = 90;
     std::vector<std::uint16_t> pages = bf16_waves(3 * kBlockTokens * kKeyDim, 0.7F);
     const std::vector<std::int64_t> block_ids = {2, 0};
-    const PagedCache cache = {pages.data(), block_ids.data(), kBlockTokens, kBlockTokens * kKeyDim,
-                              kKeyDim,      0,                0};
+    const PagedCache cache = {
+        pages.data(), block_ids.data(), kBlockTokens, kBlockTokens * kKeyDim, kKeyDim, 0, 0};
     constexpr std::uint16_t kNan = 0x7FC0;
     for (std::int64_t position = 0; position < 2 * kBlockTokens; ++position) {
         if (position < kFirstKey || position >= kEndKey) {
@@ -96,10 +96,10 @@ void float_self_test(const Kernels& kernels, const char* format, const Matrix& s
     compare(std::string("multiply_floats ") + format,
             multiply(kernels.multiply_floats, matrix, matrix.columns, matrix.rows),
             multiply(scalar::kKernels.multiply_floats, matrix, matrix.columns, matrix.rows));
-    compare(std::string("multiply_floats_transposed ") + format,
-            multiply(kernels.multiply_floats_transposed, matrix, matrix.rows, matrix.columns),
-            multiply(scalar::kKernels.multiply_floats_transposed, matrix, matrix.rows,
-                     matrix.columns));
+    compare(
+        std::string("multiply_floats_transposed ") + format,
+        multiply(kernels.multiply_floats_transposed, matrix, matrix.rows, matrix.columns),
+        multiply(scalar::kKernels.multiply_floats_transposed, matrix, matrix.rows, matrix.columns));
 }
 
 }  // namespace headwater

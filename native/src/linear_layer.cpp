@@ -12,10 +12,7 @@ namespace {
 constexpr std::int64_t kFewTokens = 4;
 
 bool has_same_layout(const Matrix& a, const Matrix& b) {
-    const auto order = [](const Matrix& m) {
-        return m.format == Format::kMxfp4 ? Format::kInt4 : m.format;
-    };
-    return order(a) == order(b) && (a.zeros == nullptr) == (b.zeros == nullptr);
+    return a.format == b.format && (a.zeros == nullptr) == (b.zeros == nullptr);
 }
 
 class LinearRun {
@@ -69,8 +66,8 @@ class LinearRun {
     void lay_out(Carver& carver) {
         cuts_ = carver.take<Cut>(static_cast<std::int64_t>(parts_.size()));
         layouts_ = carver.take<const Matrix*>(static_cast<std::int64_t>(parts_.size()));
-        tokens_ = carver.take<const std::byte*>(static_cast<std::int64_t>(parts_.size()) *
-                                                num_tokens_);
+        tokens_ =
+            carver.take<const std::byte*>(static_cast<std::int64_t>(parts_.size()) * num_tokens_);
         num_layouts_ = 0;
         for (std::size_t i = 0; i < parts_.size(); ++i) {
             std::size_t like = 0;

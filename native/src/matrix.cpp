@@ -119,8 +119,8 @@ void check_matrix(const Matrix& m, const std::string& what) {
     }
     const std::int64_t groups = m.group == 0 ? 0 : ceil_div(m.columns, m.group);
     if (m.data == nullptr || m.row_bytes < packed_bytes(m.format, m.columns) ||
-        (groups > 0 && (m.scales == nullptr ||
-                        m.scale_row_bytes < groups * scale_bytes(m.scale_type))) ||
+        (groups > 0 &&
+         (m.scales == nullptr || m.scale_row_bytes < groups * scale_bytes(m.scale_type))) ||
         (m.zeros != nullptr && m.zero_row_bytes < groups)) {
         refuse(what + ": rows of weights, scales or zeros are shorter than " +
                std::to_string(m.columns) + " columns need");

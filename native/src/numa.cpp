@@ -108,8 +108,8 @@ std::vector<int> nodes_of_pages(const Mapping& mapping, const std::vector<std::u
         pages.push_back(reinterpret_cast<void*>(address / kPageBytes * kPageBytes));
     }
     std::vector<int> nodes(offsets.size(), -1);
-    if (!pages.empty() && ::syscall(SYS_move_pages, 0, pages.size(), pages.data(), nullptr,
-                                    nodes.data(), 0) != 0) {
+    if (!pages.empty() &&
+        ::syscall(SYS_move_pages, 0, pages.size(), pages.data(), nullptr, nodes.data(), 0) != 0) {
         fail(mapping, "move_pages", errno);
     }
     return nodes;

@@ -111,8 +111,7 @@ struct Sample {
 };
 
 std::vector<float> multiply(const Kernels& kernels, void (*function)(const Product&),
-                            const Matrix& m, const std::vector<float>& x,
-                            std::int64_t num_tokens) {
+                            const Matrix& m, const std::vector<float>& x, std::int64_t num_tokens) {
     const std::int64_t token_bytes = kernels.prepared_bytes(m);
     AlignedBytes prepared(num_tokens * token_bytes);
     AlignedBytes scratch(kernels.scratch_bytes(m));

@@ -16,8 +16,8 @@ inline std::int64_t ceil_div(std::int64_t value, std::int64_t unit) {
 
 // Rows per task, where `num_items` matrices of `rows` x `row_bytes` are shared out among
 // `num_threads`: large enough to read memory in long runs, small enough for an even end.
-inline std::int64_t rows_per_task(std::int64_t rows, std::int64_t row_bytes,
-                                  std::int64_t num_items, int num_threads) {
+inline std::int64_t rows_per_task(std::int64_t rows, std::int64_t row_bytes, std::int64_t num_items,
+                                  int num_threads) {
     constexpr std::int64_t kMaxBytes = 4 << 20;
     constexpr std::int64_t kMinBytes = 32 << 10;
     constexpr std::int64_t kTasksPerThread = 6;

@@ -49,7 +49,8 @@ void Arena::Free::operator()(std::byte* p) const noexcept { std::free(p); }
 
 std::byte* Arena::reserve(std::int64_t num_bytes) {
     if (num_bytes > capacity_) {
-        const std::size_t rounded = (static_cast<std::size_t>(num_bytes) + kLine - 1) / kLine * kLine;
+        const std::size_t rounded =
+            (static_cast<std::size_t>(num_bytes) + kLine - 1) / kLine * kLine;
         auto* fresh = static_cast<std::byte*>(std::aligned_alloc(kLine, rounded));
         if (fresh == nullptr) {
             throw std::bad_alloc();

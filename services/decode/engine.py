@@ -20,6 +20,8 @@ from headwater.services.decode.scheduler import Scheduler
 from headwater.telemetry.rate import RateMeter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from headwater.errors import HeadwaterError
     from headwater.kv.memory import KvMemory
     from headwater.kv.pool import KvPool
@@ -114,7 +116,7 @@ class DecodeEngine:
     def _step(self, work: list[Work]) -> None:
         try:
             ready, hidden = self._advance(work)
-            logits = self._model.logits(hidden) if ready else []
+            logits: Iterable[torch.Tensor] = self._model.logits(hidden) if ready else ()
         except Exception as failure:
             logger.exception("a decode step of %d requests failed", len(work))
             self._fail_all(InternalError(f"a decode step failed by a fault of ours: {failure!r}"))

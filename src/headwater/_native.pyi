@@ -254,6 +254,9 @@ class MlaAttention:
         rotary: Rotary,
     ) -> None: ...
 
+class Compute:
+    def __init__(self, pool: WorkerPool, isa: str, mode: Mode) -> None: ...
+
 class Gate:
     def __init__(
         self,
@@ -266,9 +269,9 @@ class Gate:
         is_normalized: bool,
         scale: float,
     ) -> None: ...
-
-class Compute:
-    def __init__(self, pool: WorkerPool, isa: str, mode: Mode) -> None: ...
+    def choose(
+        self, compute: Compute, x: int, num_tokens: int, experts: int, weights: int
+    ) -> None: ...
 
 class FeedForward:
     @staticmethod

@@ -44,7 +44,8 @@ def greedy(
         )
     )
     blocks = tuple(range(num_blocks))
-    chunk, position, chosen = tuple(prompt), 0, []
+    chunk, position = tuple(prompt), 0
+    chosen: list[tuple[int, float]] = []
     try:
         with torch.inference_mode():
             for _ in range(num_tokens):

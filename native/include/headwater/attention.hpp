@@ -1,9 +1,9 @@
 // Attention of a few queries over a piece of one sequence's pages: what each instruction set's
 // kernel computes, and how the results of pieces are put together.
 //
-// A query's context is cut into splits at fixed positions. Each split is one tile's work, and splits
-// are merged from the first to the last. So a query's result has the same bits whatever other
-// queries are in its tile, however its prompt was cut, and however many threads there are.
+// A query's context is cut into splits at fixed positions. Each split is one tile's work, and
+// splits are merged from the first to the last. So a query's result has the same bits whatever
+// other queries are in its tile, however its prompt was cut, and however many threads there are.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Products with FP32 activations as they are, not rounded to BF16: the gates of routed layers, where
-// near ties must fall the right way, and the two halves of MLA's kv_b.
+// Products with FP32 activations as they are, not rounded to BF16: the gates of routed layers,
+// where near ties must fall the right way, and the two halves of MLA's kv_b.
 #pragma once
 
 #include <cstddef>

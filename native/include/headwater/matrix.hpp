@@ -16,7 +16,8 @@ enum class Format : std::uint8_t {
     // E4M3 bytes, times one FP32 scale per block of 128 rows x 128 columns, ragged at the ends.
     kFp8,
     // Nibbles, low one first: byte j of a row holds columns 2j and 2j + 1. The value is
-    // (nibble - zero) * scale, with one scale per `group` columns of a row; zero is 8 without zeros.
+    // (nibble - zero) * scale, with one scale per `group` columns of a row; zero is 8 without
+    // zeros.
     kInt4,
     // E2M1 nibbles in the same order, times 2^(scale - 127) per 32 columns of a row.
     kMxfp4,

@@ -17,7 +17,8 @@ namespace {
 
 using avx512::Bf16;
 using avx512::Fp8;
-using avx512::Nibbles;
+using avx512::Int4;
+using avx512::Mxfp4;
 
 constexpr std::int64_t kTile = 16;
 // Columns of weights in a tile.
@@ -41,7 +42,7 @@ struct Memory {
     alignas(64) float totals[kTokens / kTile][kRows][kTile];
     // What a product of tiles has come to, [row tile of two][token tile of two].
     alignas(64) float products[2][2][kTile][kTile];
-    // [row][step]; the second is for the zeros: (8 - zero) * scale.
+    // [row][step]; the second is what the sums of INT4 are multiplied by.
     alignas(64) float scales[kRows][kSteps];
     alignas(64) float offsets[kRows][kSteps];
 };
@@ -50,28 +51,23 @@ std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
 std::int64_t tiles_of(std::int64_t count) { return (count + kTile - 1) / kTile; }
 
+template <class F>
+constexpr bool kIsInt4 = std::is_same_v<F, Int4<false>> || std::is_same_v<F, Int4<true>>;
+
 // Four vectors of a block, so that vector i holds columns 32 i to 32 i + 31 in some order. Only
 // nibbles need it: there each quarter of all vectors belongs to 32 columns.
 template <class F>
-void gather_steps(__m512i*) {}
-
-void transpose_quarters(__m512i* w) {
-    const __m512i a = _mm512_shuffle_i64x2(w[0], w[1], 0x88);
-    const __m512i b = _mm512_shuffle_i64x2(w[0], w[1], 0xDD);
-    const __m512i c = _mm512_shuffle_i64x2(w[2], w[3], 0x88);
-    const __m512i d = _mm512_shuffle_i64x2(w[2], w[3], 0xDD);
-    w[0] = _mm512_shuffle_i64x2(a, c, 0x88);
-    w[1] = _mm512_shuffle_i64x2(b, d, 0x88);
-    w[2] = _mm512_shuffle_i64x2(a, c, 0xDD);
-    w[3] = _mm512_shuffle_i64x2(b, d, 0xDD);
-}
-template <>
-void gather_steps<Nibbles<false>>(__m512i* w) {
-    transpose_quarters(w);
-}
-template <>
-void gather_steps<Nibbles<true>>(__m512i* w) {
-    transpose_quarters(w);
+void gather_steps(__m512i* w) {
+    if constexpr (kIsInt4<F> || std::is_same_v<F, Mxfp4>) {
+        const __m512i a = _mm512_shuffle_i64x2(w[0], w[1], 0x88);
+        const __m512i b = _mm512_shuffle_i64x2(w[0], w[1], 0xDD);
+        const __m512i c = _mm512_shuffle_i64x2(w[2], w[3], 0x88);
+        const __m512i d = _mm512_shuffle_i64x2(w[2], w[3], 0xDD);
+        w[0] = _mm512_shuffle_i64x2(a, c, 0x88);
+        w[1] = _mm512_shuffle_i64x2(b, d, 0x88);
+        w[2] = _mm512_shuffle_i64x2(a, c, 0xDD);
+        w[3] = _mm512_shuffle_i64x2(b, d, 0xDD);
+    }
 }
 
 // How many tile products are summed up before they are scaled; 0 where there is no scale.
@@ -138,8 +134,10 @@ void expand_weights(const Matrix& m, std::int64_t first, std::int64_t num_rows, 
                 } else if constexpr (!std::is_same_v<F, Bf16>) {
                     const std::int64_t at = (block + b) * kBlockSteps + j;
                     memory.scales[i][step] = row.scales[at];
-                    if constexpr (std::is_same_v<F, Nibbles<true>>) {
+                    if constexpr (std::is_same_v<F, Int4<true>>) {
                         memory.offsets[i][step] = row.zeros[at] * row.scales[at];
+                    } else if constexpr (std::is_same_v<F, Int4<false>>) {
+                        memory.offsets[i][step] = row.scales[at];
                     }
                 }
             }
@@ -164,7 +162,7 @@ void arrange_tokens(const Matrix& m, const std::byte* const* tokens, std::int64_
             for (std::int64_t j = 0; j < kBlockSteps; ++j) {
                 steps[j][t] = w[j];
             }
-            if constexpr (std::is_same_v<F, Nibbles<true>>) {
+            if constexpr (kIsInt4<F>) {
                 for (std::int64_t j = 0; j < kBlockSteps; ++j) {
                     const float* four =
                         t < count ? avx512::sums_of(m, tokens[t]) + 16 * (block + b) + 4 * j
@@ -233,7 +231,7 @@ void multiply_tiles(const Matrix& m, std::int64_t row_tile, std::int64_t token_t
         store_products<kTokenTiles>(memory);
         for (int half = 0; half < kTokenTiles; ++half) {
             __m512 x_sums = _mm512_setzero_ps();
-            if constexpr (std::is_same_v<F, Nibbles<true>>) {
+            if constexpr (kIsInt4<F>) {
                 for (std::int64_t step = first; step < min_of(first + run, num_steps); ++step) {
                     x_sums = _mm512_add_ps(x_sums, _mm512_load_ps(memory.sums[half][step]));
                 }
@@ -241,15 +239,14 @@ void multiply_tiles(const Matrix& m, std::int64_t row_tile, std::int64_t token_t
             for (std::int64_t i = 0; i < 2 * kTile; ++i) {
                 const std::int64_t row = row_tile * kTile + i;
                 float* total = memory.totals[token_tile + half][row];
-                const __m512 product =
-                    _mm512_load_ps(memory.products[i / kTile][half][i % kTile]);
+                const __m512 product = _mm512_load_ps(memory.products[i / kTile][half][i % kTile]);
                 __m512 sum = _mm512_load_ps(total);
                 if constexpr (std::is_same_v<F, Bf16>) {
                     sum = _mm512_add_ps(sum, product);
                 } else {
                     sum = _mm512_fmadd_ps(_mm512_set1_ps(memory.scales[row][first]), product, sum);
                 }
-                if constexpr (std::is_same_v<F, Nibbles<true>>) {
+                if constexpr (kIsInt4<F>) {
                     sum = _mm512_fmadd_ps(_mm512_set1_ps(memory.offsets[row][first]), x_sums, sum);
                 }
                 _mm512_store_ps(total, sum);
@@ -261,8 +258,7 @@ void multiply_tiles(const Matrix& m, std::int64_t row_tile, std::int64_t token_t
 // Rows [row, row + num_rows) with `count` tokens, all in one set of totals.
 template <class F>
 void multiply_block(const Product& p, std::int64_t row, std::int64_t num_rows,
-                    std::int64_t first_token, std::int64_t count, float* scratch,
-                    Memory& memory) {
+                    std::int64_t first_token, std::int64_t count, float* scratch, Memory& memory) {
     const Matrix& m = *p.matrix;
     const std::int64_t row_tiles = (tiles_of(num_rows) + 1) / 2 * 2;
     for (std::int64_t tile = 0; tile < tiles_of(count); ++tile) {
@@ -280,8 +276,8 @@ void multiply_block(const Product& p, std::int64_t row, std::int64_t num_rows,
             const std::byte* const* tokens = p.tokens + first_token + t;
             arrange_tokens<F>(m, tokens, min_of(left, kTile), block, num_blocks, 0, memory);
             if (left > kTile) {
-                arrange_tokens<F>(m, tokens + kTile, min_of(left - kTile, kTile), block,
-                                  num_blocks, 1, memory);
+                arrange_tokens<F>(m, tokens + kTile, min_of(left - kTile, kTile), block, num_blocks,
+                                  1, memory);
             }
             for (std::int64_t tile = 0; tile < row_tiles; tile += 2) {
                 if (left > kTile) {
@@ -339,9 +335,11 @@ void multiply_many(const Product& p) {
             return multiply_format<Bf16>(p);
         case Format::kFp8:
             return multiply_format<Fp8>(p);
-        default:
-            return p.matrix->zeros == nullptr ? multiply_format<Nibbles<false>>(p)
-                                              : multiply_format<Nibbles<true>>(p);
+        case Format::kInt4:
+            return p.matrix->zeros == nullptr ? multiply_format<Int4<false>>(p)
+                                              : multiply_format<Int4<true>>(p);
+        case Format::kMxfp4:
+            return multiply_format<Mxfp4>(p);
     }
 }
 

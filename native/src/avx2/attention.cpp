@@ -1,8 +1,8 @@
 // Attention in AVX2.
 #include "simd/attention.hpp"
 
-#include "headwater/float_kernels.hpp"
 #include "avx2/floats.hpp"
+#include "headwater/float_kernels.hpp"
 
 namespace headwater::avx2 {
 

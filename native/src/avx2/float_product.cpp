@@ -1,8 +1,8 @@
 // Products with FP32 activations in AVX2.
 #include "simd/float_product.hpp"
 
-#include "headwater/float_kernels.hpp"
 #include "avx2/floats.hpp"
+#include "headwater/float_kernels.hpp"
 
 namespace headwater::avx2 {
 

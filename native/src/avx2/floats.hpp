@@ -61,14 +61,12 @@ struct Floats {
         return {_mm256_blendv_ps(other.v, v, _mm256_castsi256_ps(kept))};
     }
     float sum() const {
-        const __m128 four =
-            _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
         const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
     }
     float maximum() const {
-        const __m128 four =
-            _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        const __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
         const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
     }
@@ -88,8 +86,8 @@ struct Floats {
         p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.5F));
         p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0F));
         p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0F));
-        const __m256i power = _mm256_slli_epi32(
-            _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+        const __m256i power =
+            _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
         p = _mm256_mul_ps(p, _mm256_castsi256_ps(power));
         const __m256 is_tiny = _mm256_cmp_ps(v, least, _CMP_LT_OQ);
         return {_mm256_andnot_ps(is_tiny, p)};
@@ -126,8 +124,8 @@ struct Floats {
                                        _mm256_permute2x128_si256(a[j], a[4 + j], 0x31)};
             for (int h = 0; h < 2; ++h) {
                 if (4 * h + j < num_pairs) {
-                    _mm256_store_si256(
-                        reinterpret_cast<__m256i*>(out + (4 * h + j) * stride), halves[h]);
+                    _mm256_store_si256(reinterpret_cast<__m256i*>(out + (4 * h + j) * stride),
+                                       halves[h]);
                 }
             }
         }

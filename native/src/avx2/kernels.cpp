@@ -3,13 +3,14 @@
 // Per row and token, whatever the tile: 32 columns at a time are widened and multiplied into one
 // vector of partial sums; at the end of each scale's columns that vector is scaled and added to a
 // running one, whose 8 lanes are added up last.
-#include "headwater/float_kernels.hpp"
 #include "headwater/kernels.hpp"
 
 #include <immintrin.h>
 
 #include <cstring>
 #include <utility>
+
+#include "headwater/float_kernels.hpp"
 
 namespace headwater::avx2 {
 namespace {
@@ -36,9 +37,9 @@ const float* sums_of(const Matrix& m, const float* x) { return x + blocks_of(m.c
 __m256 round_to_bf16(__m256 x) {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_and_si256(
-        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))),
-        _mm256_set1_epi32(static_cast<int>(0xFFFF0000)));
+    const __m256i rounded =
+        _mm256_and_si256(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))),
+                         _mm256_set1_epi32(static_cast<int>(0xFFFF0000)));
     const __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
     return _mm256_blendv_ps(_mm256_castsi256_ps(rounded), x, is_nan);
 }
@@ -92,8 +93,8 @@ struct Fp8 {
         for (int j = 0; j < 4; ++j) {
             const auto* at = reinterpret_cast<const __m128i*>(p + 8 * j);
             const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64(at));
-            const __m128i half = _mm_and_si128(_mm_slli_epi16(words, 7),
-                                               _mm_set1_epi16(static_cast<short>(0xBFFF)));
+            const __m128i half =
+                _mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16(static_cast<short>(0xBFFF)));
             w[j] = _mm256_cvtph_ps(half);
         }
     }
@@ -154,8 +155,9 @@ template <class F, int kTokens>
 void multiply_row(const Matrix& m, std::int64_t row, const std::byte* const* tokens,
                   float* const* outputs, std::int64_t at) {
     const std::int64_t blocks = blocks_of(m.columns);
-    const std::int64_t blocks_per_scale =
-        m.format == Format::kBf16 ? 4 : m.format == Format::kFp8 ? 4 : m.group / kBlock;
+    const std::int64_t blocks_per_scale = m.format == Format::kBf16  ? 4
+                                          : m.format == Format::kFp8 ? 4
+                                                                     : m.group / kBlock;
     const std::byte* data = m.data + row * m.row_bytes;
     const float* x[kTokens];
     __m256 sums[kTokens];
@@ -185,8 +187,8 @@ void multiply_row(const Matrix& m, std::int64_t row, const std::byte* const* tok
             const std::uint8_t zero = m.zeros[row * m.zero_row_bytes + block * kBlock / m.group];
             const __m256 offset = _mm256_set1_ps(F::kFactor * (8.0f - static_cast<float>(zero)));
             for (int t = 0; t < kTokens; ++t) {
-                sums[t] = _mm256_fmadd_ps(
-                    offset, _mm256_load_ps(sums_of(m, x[t]) + 8 * block), sums[t]);
+                sums[t] =
+                    _mm256_fmadd_ps(offset, _mm256_load_ps(sums_of(m, x[t]) + 8 * block), sums[t]);
             }
         }
         if ((block + 1) % blocks_per_scale == 0 || block + 1 == blocks) {

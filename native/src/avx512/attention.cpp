@@ -1,8 +1,8 @@
 // Attention in AVX-512.
 #include "simd/attention.hpp"
 
-#include "headwater/float_kernels.hpp"
 #include "avx512/floats.hpp"
+#include "headwater/float_kernels.hpp"
 
 namespace headwater::avx512 {
 

@@ -1,8 +1,8 @@
 // Products with FP32 activations in AVX-512.
 #include "simd/float_product.hpp"
 
-#include "headwater/float_kernels.hpp"
 #include "avx512/floats.hpp"
+#include "headwater/float_kernels.hpp"
 
 namespace headwater::avx512 {
 

@@ -1,8 +1,8 @@
 // The table for CPUs with AVX-512 F, BW, VL, VBMI and BF16.
-#include "headwater/float_kernels.hpp"
 #include "headwater/kernels.hpp"
 
 #include "functions.hpp"
+#include "headwater/float_kernels.hpp"
 #include "multiply.hpp"
 #include "pointwise.hpp"
 
@@ -19,7 +19,7 @@ std::int64_t scratch_bytes(const Matrix& m) {
         case Format::kFp8:
             return scratch_bytes_of<Fp8>(m);
         default:
-            return scratch_bytes_of<Nibbles<true>>(m);
+            return scratch_bytes_of<Int4<true>>(m);
     }
 }
 
@@ -29,9 +29,11 @@ void multiply(const Product& p) {
             return multiply_format<Bf16>(p);
         case Format::kFp8:
             return multiply_format<Fp8>(p);
-        default:
-            return p.matrix->zeros == nullptr ? multiply_format<Nibbles<false>>(p)
-                                              : multiply_format<Nibbles<true>>(p);
+        case Format::kInt4:
+            return p.matrix->zeros == nullptr ? multiply_format<Int4<false>>(p)
+                                              : multiply_format<Int4<true>>(p);
+        case Format::kMxfp4:
+            return multiply_format<Mxfp4>(p);
     }
 }
 

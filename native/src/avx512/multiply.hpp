@@ -2,8 +2,8 @@
 //
 // Per row and token, whatever the tile: each block of 128 columns is summed up on its own in one
 // vector, scaled, and added to a running vector, whose 16 lanes are added up last. So the result
-// does not depend on the tile. DRAM is read as one linear stream: prefetches run kAheadBytes ahead
-// of the loads, which then find their lines in L2 in whatever order rows are combined.
+// does not depend on the tile. DRAM is read as one linear stream: prefetches run ahead_bytes()
+// ahead of the loads, which then find their lines in L2 in whatever order rows are combined.
 #pragma once
 
 #include <cstring>
@@ -16,11 +16,11 @@
 namespace headwater::avx512 {
 namespace {
 
-// Measured on Zen 4: from 8 KiB on equally good for one token, for more only from 24 KiB on.
-#ifndef AHEAD
-#define AHEAD (32<<10)
-#endif
-constexpr std::int64_t kAheadBytes = AHEAD;
+// Measured on Zen 4: with one token 8 to 64 KiB are alike, with more it takes 24 KiB and up.
+inline std::int64_t ahead_bytes(std::int64_t num_tokens) {
+    return num_tokens == 1 ? 12 << 10 : 32 << 10;
+}
+
 constexpr int kMaxTokens = 8;
 
 // Weights that have been expanded before: 256 bytes per block, scales as in the format.
@@ -54,16 +54,14 @@ inline constexpr bool kIsExpanded = false;
 template <class F>
 inline constexpr bool kIsExpanded<Expanded<F>> = true;
 
-// BF16 needs so few instructions per byte that prefetching itself would slow it down.
+// BF16 needs so few instructions per byte that with one token prefetching would slow it down.
 template <class F, int kTokens>
-inline constexpr bool wants_prefetch = !kIsExpanded<F> && !std::is_same_v<F, Bf16>;
+inline constexpr bool wants_prefetch =
+    !kIsExpanded<F> && !(std::is_same_v<F, Bf16> && kTokens == 1);
 
-#ifndef NR1
-#define NR1 2
-#endif
 // Rows of nibbles are short: two at a time halve what a row costs besides its weights.
 template <class F>
-inline constexpr int kRowsOfOneToken = F::kBlockBytes == 64 ? NR1 : 1;
+inline constexpr int kRowsOfOneToken = F::kBlockBytes == 64 ? 2 : 1;
 
 template <class F, int kRows, int kTokens, bool kPrefetch>
 inline void multiply_block(const typename F::Tables& tables, const typename F::Row* rows,
@@ -84,15 +82,25 @@ inline void multiply_block(const typename F::Tables& tables, const typename F::R
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
         const std::byte* x = tokens[t] + block * (2 * kBlock);
+        __m512 sum[kRows];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-            __m512 sum = F::start(rows[r], block, sums[t]);
+            sum[r] = F::start(rows[r], block, sums[t]);
+        }
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; ++j) {
-                sum = _mm512_dpbf16_ps(sum, as_bf16(w[r][j]),
-                                       as_bf16(_mm512_load_si512(x + 64 * j)));
+        for (int j = 0; j < 4; ++j) {
+            __m512i activations = _mm512_load_si512(x + 64 * j);
+            if constexpr (kRows > 1) {
+                keep_in_register(activations);
             }
-            totals[r][t] = F::add(rows[r], block, sum, totals[r][t]);
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) {
+                sum[r] = _mm512_dpbf16_ps(sum[r], as_bf16(w[r][j]), as_bf16(activations));
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+            totals[r][t] = F::add(rows[r], block, sum[r], totals[r][t]);
         }
     }
 }
@@ -106,10 +114,11 @@ inline const std::byte* ahead_of(const Product& p, const std::byte* data,
         return data;
     }
     const std::int64_t left = m.data + p.row_end * m.row_bytes - data;
-    if (kAheadBytes < left) {
-        return data + kAheadBytes;
+    const std::int64_t ahead = ahead_bytes(p.num_tokens);
+    if (ahead < left) {
+        return data + ahead;
     }
-    return p.next == nullptr ? data : p.next + (kAheadBytes - left);
+    return p.next == nullptr ? data : p.next + (ahead - left);
 }
 
 template <class F>
@@ -136,7 +145,7 @@ inline void multiply_tile(const typename F::Tables& tables, const Matrix& m,
     }
     for (std::int64_t block = 0; block < full; ++block) {
         multiply_block<F, kRows, kTokens, wants_prefetch<F, kTokens>>(tables, rows, data, block,
-                                                                     tokens, sums, ahead, totals);
+                                                                      tokens, sums, ahead, totals);
         ahead += kRows * F::kBlockBytes;
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
@@ -189,9 +198,8 @@ void multiply_rows(const Product& p, std::int64_t begin, std::int64_t end) {
             rows[r] = typename F::Row(m, row + r, scratch + r * row_scratch<F>(m));
             data[r] = rows[r].data;
         }
-        multiply_tile<F, kRows, kTokens>(tables, m, rows, data,
-                                         ahead_of(p, data[0], packed_bytes), tokens, sums,
-                                         p.outputs, row - p.row_begin);
+        multiply_tile<F, kRows, kTokens>(tables, m, rows, data, ahead_of(p, data[0], packed_bytes),
+                                         tokens, sums, p.outputs, row - p.row_begin);
     }
 }
 
@@ -258,9 +266,9 @@ void multiply_expanded(const Product& p, std::int64_t first_token, const typenam
     for (int t = 0; t < kTokens; ++t) {
         sums[t] = sums_of(m, p.tokens[first_token + t]);
     }
-    multiply_tile<Expanded<F>, kRows, kTokens>(
-        typename Expanded<F>::Tables(m), m, rows, data, nullptr, p.tokens + first_token, sums,
-        p.outputs + first_token, row - p.row_begin);
+    multiply_tile<Expanded<F>, kRows, kTokens>(typename Expanded<F>::Tables(m), m, rows, data,
+                                               nullptr, p.tokens + first_token, sums,
+                                               p.outputs + first_token, row - p.row_begin);
 }
 
 template <class F>

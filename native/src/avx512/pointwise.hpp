@@ -31,11 +31,12 @@ inline __m512 exponential(__m512 x) {
 
 inline __m512 sigmoid(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f);
-    return _mm512_div_ps(one, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    return _mm512_div_ps(one,
+                         _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x))));
 }
 
-inline void activate_all(Activation activation, float limit, const float* gate, const float* up, float* out,
-              std::int64_t count) {
+inline void activate_all(Activation activation, float limit, const float* gate, const float* up,
+                         float* out, std::int64_t count) {
     const __m512 top = _mm512_set1_ps(limit);
     const __m512 bottom = _mm512_set1_ps(-limit);
     for (std::int64_t i = 0; i < count; i += 16) {
@@ -49,8 +50,7 @@ inline void activate_all(Activation activation, float limit, const float* gate, 
             // The operand that may be a NaN comes second: it is then what min and max return.
             g = _mm512_min_ps(top, g);
             u = _mm512_max_ps(bottom, _mm512_min_ps(top, u));
-            const __m512 glu =
-                _mm512_mul_ps(g, sigmoid(_mm512_mul_ps(g, _mm512_set1_ps(1.702f))));
+            const __m512 glu = _mm512_mul_ps(g, sigmoid(_mm512_mul_ps(g, _mm512_set1_ps(1.702f))));
             result = _mm512_mul_ps(_mm512_add_ps(u, _mm512_set1_ps(1.0f)), glu);
         }
         _mm512_mask_storeu_ps(out + i, mask, result);
@@ -58,7 +58,7 @@ inline void activate_all(Activation activation, float limit, const float* gate, 
 }
 
 inline void sum_all(const float* const* terms, const float* factors, std::int64_t num_terms,
-                  float* out, std::int64_t count) {
+                    float* out, std::int64_t count) {
     for (std::int64_t i = 0; i < count; i += 16) {
         const __mmask16 mask = lanes(count - i);
         __m512 sum = _mm512_setzero_ps();

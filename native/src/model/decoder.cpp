@@ -18,8 +18,8 @@ void require(bool condition, const std::string& problem) {
 
 }  // namespace
 
-Decoder::Decoder(const Compute& compute, const Matrix& embedding,
-                 std::vector<DecoderLayer> layers, RmsNorm final_norm, const Matrix& head)
+Decoder::Decoder(const Compute& compute, const Matrix& embedding, std::vector<DecoderLayer> layers,
+                 RmsNorm final_norm, const Matrix& head)
     : compute_(compute),
       embedding_(embedding),
       layers_(std::move(layers)),
@@ -29,17 +29,17 @@ Decoder::Decoder(const Compute& compute, const Matrix& embedding,
     require(head_.columns == hidden_size() && final_norm_.size() == hidden_size(),
             "head and final norm must have the embedding's size");
     for (const DecoderLayer& layer : layers_) {
-        require(layer.attention_norm.size() == hidden_size() &&
-                    layer.ffn_norm.size() == hidden_size(),
-                "norms must have the embedding's size");
+        require(
+            layer.attention_norm.size() == hidden_size() && layer.ffn_norm.size() == hidden_size(),
+            "norms must have the embedding's size");
     }
 }
 
 void Decoder::embed(const std::int64_t* token_ids, std::int64_t count, float* out) const {
     for (std::int64_t t = 0; t < count; ++t) {
         if (token_ids[t] < 0 || token_ids[t] >= vocab_size()) {
-            throw Failure(FailureKind::kInternal, "token " + std::to_string(token_ids[t]) +
-                                                      " is outside the vocabulary");
+            throw Failure(FailureKind::kInternal,
+                          "token " + std::to_string(token_ids[t]) + " is outside the vocabulary");
         }
         const auto* row = reinterpret_cast<const std::uint16_t*>(
             embedding_.data + token_ids[t] * embedding_.row_bytes);

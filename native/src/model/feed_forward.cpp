@@ -9,7 +9,8 @@ namespace {
 
 bool is_alike(const Matrix& a, const Matrix& b) {
     return a.format == b.format && a.scale_type == b.scale_type && a.group == b.group &&
-           a.rows == b.rows && a.columns == b.columns && (a.zeros == nullptr) == (b.zeros == nullptr);
+           a.rows == b.rows && a.columns == b.columns &&
+           (a.zeros == nullptr) == (b.zeros == nullptr);
 }
 
 bool is_alike(const ExpertWeights& a, const ExpertWeights& b) {
@@ -63,9 +64,8 @@ void FeedForward::run(const Compute& compute, Workspace& workspace, const float*
 void FeedForward::run_routed(const Compute& compute, Workspace& workspace, const float* x,
                              std::int64_t num_tokens, float* out) {
     const std::int64_t k = routed_->experts_per_token();
-    const auto [words, weights, logits] =
-        carve<3>(workspace.choices,
-                 {num_tokens * k, num_tokens * k, num_tokens * gate_->num_experts()});
+    const auto [words, weights, logits] = carve<3>(
+        workspace.choices, {num_tokens * k, num_tokens * k, num_tokens * gate_->num_experts()});
     auto* experts = reinterpret_cast<std::int32_t*>(words);
     gate_->choose(compute, x, num_tokens, logits, experts, weights, k);
     if (is_common_routed_) {

@@ -58,8 +58,7 @@ Gate::Gate(const FloatMatrix& matrix, GateSpec spec) : matrix_(matrix), spec_(st
     require(spec_.groups_per_token >= 1 && spec_.groups_per_token <= spec_.num_groups,
             "more groups per token than groups");
     require(spec_.experts_per_token >= 1 &&
-                spec_.experts_per_token <=
-                    num_experts / spec_.num_groups * spec_.groups_per_token,
+                spec_.experts_per_token <= num_experts / spec_.num_groups * spec_.groups_per_token,
             "more experts per token than can be chosen");
     require(spec_.bias.empty() || static_cast<std::int64_t>(spec_.bias.size()) == num_experts,
             "the bias must have an element per expert");

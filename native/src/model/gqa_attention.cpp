@@ -40,11 +40,12 @@ void GqaAttention::run(const Compute& compute, Workspace& workspace, const Token
     const std::int64_t num_tokens = batch.num_tokens();
     const std::int64_t q_size = weights_.q.rows;
     const std::int64_t kv_size = weights_.k.rows;
-    const auto [queries, keys, values, attended] =
-        carve<4>(workspace.attention, {num_tokens * q_size, num_tokens * kv_size,
-                                       num_tokens * kv_size, num_tokens * q_size});
-    const LinearPart projections[] = {
-        {&weights_.q, queries, q_size}, {&weights_.k, keys, kv_size}, {&weights_.v, values, kv_size}};
+    const auto [queries, keys, values, attended] = carve<4>(
+        workspace.attention,
+        {num_tokens * q_size, num_tokens * kv_size, num_tokens * kv_size, num_tokens * q_size});
+    const LinearPart projections[] = {{&weights_.q, queries, q_size},
+                                      {&weights_.k, keys, kv_size},
+                                      {&weights_.v, values, kv_size}};
     linear(*compute.pool, *compute.kernels, projections, x, weights_.q.columns, num_tokens,
            compute.mode);
     rotary_->set_positions(batch.positions());

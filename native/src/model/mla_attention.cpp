@@ -64,9 +64,9 @@ void MlaAttention::run(const Compute& compute, Workspace& workspace, const Token
     const auto [entries, compressed] =
         carve<2>(workspace.layer_inputs,
                  {num_tokens * entry_size, is_compressed ? num_tokens * compressed_size : 0});
-    const LinearPart projections[] = {{&weights_.kv_a, entries, entry_size},
-                                      {is_compressed ? &*weights_.q_a : nullptr, compressed,
-                                       compressed_size}};
+    const LinearPart projections[] = {
+        {&weights_.kv_a, entries, entry_size},
+        {is_compressed ? &*weights_.q_a : nullptr, compressed, compressed_size}};
     linear(*compute.pool, *compute.kernels, {projections, is_compressed ? 2U : 1U}, x,
            weights_.kv_a.columns, num_tokens, compute.mode);
     rotary_->set_positions(batch.positions());
@@ -91,8 +91,7 @@ void MlaAttention::place(const TokenBatch& batch, std::int64_t row, float* entry
     weights_.kv_a_norm.apply(entry, entry);
     rotary_->rotate(row, entry + spec_.latent_dim, 1.0F, entry + spec_.latent_dim);
     std::uint16_t* page =
-        pages +
-        (batch.block(row) * batch.block_tokens() + batch.offset(row)) * page_elements();
+        pages + (batch.block(row) * batch.block_tokens() + batch.offset(row)) * page_elements();
     for (std::int64_t i = 0; i < page_elements(); ++i) {
         page[i] = bf16_from_float(entry[i]);
     }
@@ -102,10 +101,10 @@ void MlaAttention::run_slice(const Compute& compute, Workspace& workspace, const
                              const Slice& slice) const {
     const std::int64_t num_tokens = slice.num_tokens();
     const std::int64_t num_heads = spec_.num_heads;
-    const auto [queries, absorbed, latents, values] = carve<4>(
-        workspace.attention,
-        {num_tokens * weights_.q.rows, num_tokens * num_heads * page_elements(),
-         num_tokens * num_heads * spec_.latent_dim, num_tokens * weights_.o.columns});
+    const auto [queries, absorbed, latents, values] =
+        carve<4>(workspace.attention,
+                 {num_tokens * weights_.q.rows, num_tokens * num_heads * page_elements(),
+                  num_tokens * num_heads * spec_.latent_dim, num_tokens * weights_.o.columns});
     const LinearPart projection[] = {{&weights_.q, queries, weights_.q.rows}};
     linear(*compute.pool, *compute.kernels, projection, slice.compressed, weights_.q.columns,
            num_tokens, compute.mode);
@@ -143,9 +142,8 @@ void MlaAttention::absorb(const Compute& compute, const Slice& slice, const floa
             outputs[i] = absorbed + index * page_elements();
         }
         const std::int64_t first_row = head * (spec_.nope_dim + spec_.value_dim);
-        compute.kernels->multiply_floats_transposed({&weights_.kv_b, first_row,
-                                                     first_row + spec_.nope_dim, inputs, outputs,
-                                                     count});
+        compute.kernels->multiply_floats_transposed(
+            {&weights_.kv_b, first_row, first_row + spec_.nope_dim, inputs, outputs, count});
         for (std::int64_t i = 0; i < count; ++i) {
             for (std::int64_t j = 0; j < spec_.latent_dim; ++j) {
                 outputs[i][j] *= spec_.softmax_scale;
@@ -170,8 +168,7 @@ void MlaAttention::expand(const Compute& compute, std::int64_t num_tokens, const
             inputs[i] = latents + index * spec_.latent_dim;
             outputs[i] = values + index * spec_.value_dim;
         }
-        const std::int64_t first_row =
-            head * (spec_.nope_dim + spec_.value_dim) + spec_.nope_dim;
+        const std::int64_t first_row = head * (spec_.nope_dim + spec_.value_dim) + spec_.nope_dim;
         compute.kernels->multiply_floats(
             {&weights_.kv_b, first_row, first_row + spec_.value_dim, inputs, outputs, count});
     });

@@ -29,10 +29,7 @@ struct States {
         return rows * (value_dim + 2);
     }
     States(float* memory, std::int64_t rows, std::int64_t value_dim)
-        : maxima(memory),
-          sums(memory + rows),
-          weighted(memory + 2 * rows),
-          value_dim(value_dim) {}
+        : maxima(memory), sums(memory + rows), weighted(memory + 2 * rows), value_dim(value_dim) {}
     AttentionState row(std::int64_t i) const {
         return {maxima + i, sums + i, weighted + i * value_dim};
     }
@@ -65,9 +62,8 @@ class Call {
         for (const AttentionTileSpec& tile : tiles_) {
             num_splits = std::max(num_splits, tile.end_split);
         }
-        compute_.pool->reserve_scratch(
-            attention_scratch_bytes(shape_.key_dim) +
-            2 * 4 * States::num_floats(kMaxTileRows, shape_.value_dim));
+        compute_.pool->reserve_scratch(attention_scratch_bytes(shape_.key_dim) +
+                                       2 * 4 * States::num_floats(kMaxTileRows, shape_.value_dim));
         const auto num_tiles = static_cast<std::int64_t>(tiles_.size());
         if (num_tiles >= kTilesPerThread * compute_.pool->num_threads() || num_splits == 1) {
             parallel_for(*compute_.pool, num_tiles, [&](std::int64_t i, int worker) {
@@ -95,8 +91,7 @@ class Call {
                 std::min(end_row, span.first_row + span.num_new) - span.first_row;
             for (std::int64_t query = begin; query < end; query += queries_per_tile) {
                 const std::int64_t num_queries = std::min(queries_per_tile, end - query);
-                const std::int64_t first_split =
-                    first_visible(span.start + query) / kSplitTokens;
+                const std::int64_t first_split = first_visible(span.start + query) / kSplitTokens;
                 const std::int64_t end_split =
                     ceil_div(span.start + query + num_queries, kSplitTokens);
                 for (std::int64_t kv_head = 0; kv_head < shape_.num_kv_heads; ++kv_head) {
@@ -140,11 +135,10 @@ class Call {
             std::max(split * kSplitTokens, first_visible(span.start + tile.first_query));
         const std::int64_t end_key =
             std::min((split + 1) * kSplitTokens, span.start + tile.first_query + tile.num_queries);
-        compute_.kernels->attend({&cache, shape_.key_dim, shape_.value_dim, count, queries,
-                                  visible_begin, visible_end, first_key, end_key,
-                                  states.maxima + row, states.sums + row,
-                                  states.weighted + row * shape_.value_dim,
-                                  compute_.pool->scratch(worker)});
+        compute_.kernels->attend(
+            {&cache, shape_.key_dim, shape_.value_dim, count, queries, visible_begin, visible_end,
+             first_key, end_key, states.maxima + row, states.sums + row,
+             states.weighted + row * shape_.value_dim, compute_.pool->scratch(worker)});
     }
 
     std::int64_t first_visible(std::int64_t position) const {
@@ -152,7 +146,8 @@ class Call {
     }
 
     // Index, among rows times heads of this call, of a tile's query head.
-    std::int64_t query_head(const AttentionTileSpec& tile, std::int64_t query, std::int64_t h) const {
+    std::int64_t query_head(const AttentionTileSpec& tile, std::int64_t query,
+                            std::int64_t h) const {
         return (span_of(tile).first_row + query - first_row_) * shape_.num_heads +
                tile.kv_head * group_ + tile.first_head + h;
     }
@@ -167,9 +162,9 @@ class Call {
     void finish(const AttentionTileSpec& tile, const States& states, std::int64_t row) const {
         for (std::int64_t q = tile.first_query; q < tile.first_query + tile.num_queries; ++q) {
             for (std::int64_t h = 0; h < tile.num_heads; ++h) {
-                const float* sink = shape_.sinks == nullptr
-                                        ? nullptr
-                                        : shape_.sinks + tile.kv_head * group_ + tile.first_head + h;
+                const float* sink = shape_.sinks == nullptr ? nullptr
+                                                            : shape_.sinks + tile.kv_head * group_ +
+                                                                  tile.first_head + h;
                 finish_attention(states.row(row++), sink, shape_.value_dim,
                                  outputs_ + query_head(tile, q, h) * shape_.value_dim);
             }

@@ -14,9 +14,7 @@ constexpr std::size_t kMaxPairs = 2048;
 }  // namespace
 
 Rotary::Rotary(std::vector<float> frequencies, float amplitude, bool is_interleaved)
-    : frequencies_(std::move(frequencies)),
-      amplitude_(amplitude),
-      is_interleaved_(is_interleaved) {
+    : frequencies_(std::move(frequencies)), amplitude_(amplitude), is_interleaved_(is_interleaved) {
     if (frequencies_.empty() || frequencies_.size() > kMaxPairs) {
         throw Failure(FailureKind::kConfig, "rotary dimension: expected 2 to " +
                                                 std::to_string(2 * kMaxPairs) + ", got " +

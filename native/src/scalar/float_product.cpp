@@ -56,8 +56,7 @@ float weight(const FloatMatrix& matrix, std::int64_t row, std::int64_t column) {
     if (m.format == Format::kMxfp4) {
         return float_from_e2m1(nibble) * scale(m, row, column);
     }
-    const int zero =
-        m.zeros == nullptr ? 8 : m.zeros[row * m.zero_row_bytes + column / m.group];
+    const int zero = m.zeros == nullptr ? 8 : m.zeros[row * m.zero_row_bytes + column / m.group];
     return static_cast<float>(nibble - zero) * scale(m, row, column);
 }
 

@@ -1,11 +1,12 @@
 // The reference: what every other table must compute, in the plainest words. Sums are kept in
 // double precision, so that it is also the better half of a comparison.
-#include "headwater/float_kernels.hpp"
 #include "headwater/kernels.hpp"
 
 #include <bit>
 #include <cmath>
 #include <cstring>
+
+#include "headwater/float_kernels.hpp"
 
 namespace headwater::scalar {
 namespace {

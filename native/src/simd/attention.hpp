@@ -26,10 +26,44 @@ constexpr int kVectors = 4;
 template <typename Floats>
 constexpr std::int64_t kGroupKeys = kVectors * Floats::kLanes;
 
+// Asks for the keys or values of some tokens, a line at a time, to be in L2 when they are used.
+// Pages are spread over memory and a head's part of a token is short, so that the hardware foresees
+// little; asking for all at once would make the computation wait.
+class Prefetch {
+  public:
+    Prefetch() = default;
+    Prefetch(const std::uint16_t* const* tokens, std::int64_t num_tokens, std::int64_t offset,
+             std::int64_t dim)
+        : token_(tokens), end_(tokens + num_tokens), offset_(offset), dim_(dim) {}
+
+    bool is_done() const { return token_ == end_; }
+    void next_line() {
+        constexpr std::int64_t kLine = 64 / sizeof(std::uint16_t);
+        if (is_done()) {
+            return;
+        }
+        if (*token_ != nullptr) {
+            __builtin_prefetch(*token_ + offset_ + element_, 0, 2);
+        }
+        element_ += kLine;
+        if (element_ >= dim_) {
+            element_ = 0;
+            ++token_;
+        }
+    }
+
+  private:
+    const std::uint16_t* const* token_ = nullptr;
+    const std::uint16_t* const* end_ = nullptr;
+    std::int64_t offset_ = 0;
+    std::int64_t dim_ = 0;
+    std::int64_t element_ = 0;
+};
+
 // scores[r * kSplitTokens + key] for the keys of a group, [pairs of elements][kGroupKeys].
 template <typename Floats, int Rows>
 void score_rows(const float* const* queries, std::int64_t key_dim, const std::uint32_t* group,
-                float* scores) {
+                float* scores, Prefetch& values) {
     Floats sums[Rows][kVectors];
 #pragma GCC unroll 8
     for (auto& row : sums) {
@@ -39,6 +73,8 @@ void score_rows(const float* const* queries, std::int64_t key_dim, const std::ui
         }
     }
     for (std::int64_t element = 0; element < key_dim; ++element) {
+        values.next_line();
+        values.next_line();
         Floats q[Rows];
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
@@ -130,29 +166,17 @@ void weigh_rows(const float* weights, const std::uint16_t* const* values, std::i
 
 // Lays out the keys of a group; null ones are taken for zeros.
 template <typename Floats>
-void transpose_group(const std::uint16_t* const* keys, std::int64_t key_dim,
-                     std::uint32_t* group) {
+void transpose_group(const std::uint16_t* const* keys, std::int64_t key_dim, std::uint32_t* group,
+                     Prefetch& next_keys) {
 #pragma GCC unroll 8
     for (int j = 0; j < kVectors; ++j) {
         for (std::int64_t element = 0; element < key_dim; element += 2 * Floats::kLanes) {
-            Floats::transpose_pairs(keys + j * Floats::kLanes, element,
-                                    smaller(key_dim - element, 2 * Floats::kLanes),
-                                    group + element / 2 * kGroupKeys<Floats> + j * Floats::kLanes,
-                                    kGroupKeys<Floats>);
-        }
-    }
-}
-
-// Asks for the memory of some tokens' keys or values. Pages are spread over memory, and a head's
-// part of a token is short: without this, the loads would wait for each one.
-inline void prefetch_tokens(const std::uint16_t* const* tokens, std::int64_t begin,
-                            std::int64_t end, std::int64_t offset, std::int64_t dim) {
-    constexpr std::int64_t kLine = 64 / sizeof(std::uint16_t);
-    for (std::int64_t key = begin; key < end; ++key) {
-        if (tokens[key] != nullptr) {
-            for (std::int64_t i = 0; i < dim; i += kLine) {
-                __builtin_prefetch(tokens[key] + offset + i);
+            for (int i = 0; i < Floats::kLanes; ++i) {
+                next_keys.next_line();
             }
+            Floats::transpose_pairs(
+                keys + j * Floats::kLanes, element, smaller(key_dim - element, 2 * Floats::kLanes),
+                group + element / 2 * kGroupKeys<Floats> + j * Floats::kLanes, kGroupKeys<Floats>);
         }
     }
 }
@@ -166,8 +190,8 @@ void attend_tile(const AttentionTile& tile) {
 
     // Positions count from here, so that lanes hold the same keys wherever the tile begins.
     const std::int64_t base = tile.key_begin / kGroupKeys<Floats> * kGroupKeys<Floats>;
-    const std::int64_t num_groups = (tile.key_end - base + kGroupKeys<Floats> - 1) /
-                                    kGroupKeys<Floats>;
+    const std::int64_t num_groups =
+        (tile.key_end - base + kGroupKeys<Floats> - 1) / kGroupKeys<Floats>;
     const std::int64_t num_keys = num_groups * kGroupKeys<Floats>;
     for (std::int64_t key = 0; key < num_keys; ++key) {
         const std::int64_t position = base + key;
@@ -176,17 +200,24 @@ void attend_tile(const AttentionTile& tile) {
                           : tile.cache->token(position) + tile.cache->key_offset;
     }
     const std::int64_t offset = tile.cache->value_offset - tile.cache->key_offset;
-    prefetch_tokens(tokens, 0, kGroupKeys<Floats>, 0, tile.key_dim);
+    Prefetch first_keys(tokens, kGroupKeys<Floats>, 0, tile.key_dim);
+    while (!first_keys.is_done()) {
+        first_keys.next_line();
+    }
     for (std::int64_t key = 0; key < num_keys; key += kGroupKeys<Floats>) {
-        const std::int64_t next = key + kGroupKeys<Floats>;
-        prefetch_tokens(tokens, next, smaller(next + kGroupKeys<Floats>, num_keys), 0,
-                        tile.key_dim);
-        prefetch_tokens(tokens, key, next, offset, tile.value_dim);
-        transpose_group<Floats>(tokens + key, tile.key_dim, group);
+        Prefetch next_keys;
+        if (key + kGroupKeys<Floats> < num_keys) {
+            next_keys = {tokens + key + kGroupKeys<Floats>, kGroupKeys<Floats>, 0, tile.key_dim};
+        }
+        Prefetch values;
+        if (offset != 0) {
+            values = {tokens + key, kGroupKeys<Floats>, offset, tile.value_dim};
+        }
+        transpose_group<Floats>(tokens + key, tile.key_dim, group, next_keys);
         for_pieces(tile.num_rows, Floats::kRows, [&](std::int64_t row, std::int64_t count) {
             with_constant<Floats::kRows>(count, [&]<int Rows>() {
                 score_rows<Floats, Rows>(tile.queries + row, tile.key_dim, group,
-                                         scores + row * kSplitTokens + key);
+                                         scores + row * kSplitTokens + key, values);
             });
         });
     }

@@ -1,4 +1,5 @@
-// Products with FP32 activations, with vectors of any width; simd/attention.hpp says how it is used.
+// Products with FP32 activations, with vectors of any width; simd/attention.hpp says how it is
+// used.
 #pragma once
 
 #include <cstdint>
@@ -72,9 +73,9 @@ struct Int4Row {
     }
     Floats value(Floats nibbles, std::int64_t column) const {
         const std::int64_t group = column >> group_shift;
-        const float scale =
-            has_bf16_scales ? widen_bf16(reinterpret_cast<const std::uint16_t*>(scales)[group])
-                            : reinterpret_cast<const float*>(scales)[group];
+        const float scale = has_bf16_scales
+                                ? widen_bf16(reinterpret_cast<const std::uint16_t*>(scales)[group])
+                                : reinterpret_cast<const float*>(scales)[group];
         const auto zero = static_cast<float>(zeros == nullptr ? 8 : zeros[group]);
         return (nibbles - Floats::set(zero)) * Floats::set(scale);
     }
@@ -155,7 +156,8 @@ void multiply_row(const Row& row, std::int64_t columns, const float* const* inpu
         const Floats weights = n < Floats::kLanes ? row.load(column, n) : row.load(column);
 #pragma GCC unroll 8
         for (int t = 0; t < Tokens; ++t) {
-            partial[t][0] = partial[t][0].plus_product(weights, Floats::load(inputs[t] + column, n));
+            partial[t][0] =
+                partial[t][0].plus_product(weights, Floats::load(inputs[t] + column, n));
         }
     }
 #pragma GCC unroll 8
@@ -204,8 +206,8 @@ void add_rows(const FloatProduct& p, std::int64_t first_token, std::int64_t colu
         for (int j = 0; j + 1 < Vectors; ++j) {
             weights[j] = row.load(column + j * Floats::kLanes);
         }
-        weights[Vectors - 1] = tail == Floats::kLanes ? row.load(column + kLast)
-                                                      : row.load(column + kLast, tail);
+        weights[Vectors - 1] =
+            tail == Floats::kLanes ? row.load(column + kLast) : row.load(column + kLast, tail);
 #pragma GCC unroll 8
         for (int t = 0; t < Tokens; ++t) {
             const Floats factor = Floats::set(p.inputs[first_token + t][r - p.row_begin]);

@@ -4,10 +4,10 @@ Owns the checks of what goes into the kernels and the memory that they point to.
 model's layers (headwater.model), nor the kernels themselves (native/).
 """
 
-from headwater._native import Mode
+from headwater._native import Activation, Mode
 from headwater.kernels.linear import linear
 from headwater.kernels.matrix import Matrix
-from headwater.kernels.moe import Activation, MoeLayer
+from headwater.kernels.moe import MoeLayer
 from headwater.kernels.pool import WorkerPool, isa, self_test, supported_isas
 
 __all__ = [

@@ -1,8 +1,8 @@
 // Decoder: a whole decoder-only model, one call per layer or one for all of them.
 //
-// It owns neither weights nor pool: whoever makes it keeps them alive. One thread at a time uses it. In
-// either mode a token's result depends on its own sequence only, to the last bit: not on the other
-// tokens of the batch, nor on how its prompt was cut, nor on the number of threads.
+// It owns neither weights nor pool: whoever makes it keeps them alive. One thread at a time uses
+// it. In either mode a token's result depends on its own sequence only, to the last bit: not on the
+// other tokens of the batch, nor on how its prompt was cut, nor on the number of threads.
 #pragma once
 
 #include <cstdint>

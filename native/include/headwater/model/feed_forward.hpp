@@ -1,4 +1,5 @@
-// The feed-forward network of one layer: routed experts, a network that serves every token, or both.
+// The feed-forward network of one layer: routed experts, a network that serves every token, or
+// both.
 //
 // Where that network has the experts' shape, it is one more of them, chosen last by every token, so
 // that all of a layer's weights are one job.
@@ -42,8 +43,8 @@ class FeedForward {
     std::unique_ptr<MoeLayer> common_;
 };
 
-// The experts of tensors that stack them shard by shard: gate_up [experts, shards, 2, I, H] with gate
-// before up, given by its first member [I, H], and down [experts, shards, H, I] likewise.
+// The experts of tensors that stack them shard by shard: gate_up [experts, shards, 2, I, H] with
+// gate before up, given by its first member [I, H], and down [experts, shards, H, I] likewise.
 std::vector<std::vector<ExpertWeights>> stored_shards(const Matrix& gate_up, const Matrix& down,
                                                       std::int64_t num_experts, int num_shards);
 

@@ -37,9 +37,7 @@ class GqaAttention {
     // Throws Failure(kConfig) when the weights do not fit the spec.
     GqaAttention(const Spec& spec, GqaWeights weights, std::shared_ptr<Rotary> rotary);
 
-    std::int64_t page_elements() const noexcept {
-        return 2 * spec_.num_kv_heads * spec_.head_dim;
-    }
+    std::int64_t page_elements() const noexcept { return 2 * spec_.num_kv_heads * spec_.head_dim; }
     // x FP32 [num_tokens, hidden], normalised -> out; the new keys and values go to the pages.
     void run(const Compute& compute, Workspace& workspace, const TokenBatch& batch, const float* x,
              std::uint16_t* pages, float* out) const;

@@ -13,9 +13,7 @@ class Rotary {
     // (i, i + dim / 2). Throws Failure(kConfig) when there are no frequencies or too many.
     Rotary(std::vector<float> frequencies, float amplitude, bool is_interleaved);
 
-    std::int64_t dim() const noexcept {
-        return 2 * static_cast<std::int64_t>(frequencies_.size());
-    }
+    std::int64_t dim() const noexcept { return 2 * static_cast<std::int64_t>(frequencies_.size()); }
     // Computes the angles of these positions, unless they are those of the last call.
     void set_positions(const std::vector<std::int64_t>& positions);
     // Rotates x [dim] by the angles of `row`, times `scale`; `out` may be `x`. Pairs come out as

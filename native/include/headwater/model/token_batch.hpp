@@ -18,8 +18,8 @@ struct SequenceSpan {
 
 class TokenBatch {
   public:
-    // Throws Failure(kInternal) unless the spans cover the rows one after the other and have blocks,
-    // all below `num_blocks`, for all their tokens.
+    // Throws Failure(kInternal) unless the spans cover the rows one after the other and have
+    // blocks, all below `num_blocks`, for all their tokens.
     TokenBatch(std::vector<SequenceSpan> spans, std::int64_t block_tokens, std::int64_t num_blocks);
 
     std::int64_t num_tokens() const noexcept {

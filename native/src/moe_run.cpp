@@ -1,0 +1,245 @@
+#include "moe_run.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace headwater {
+
+MoeRun::MoeRun(const MoeLayer& layer, const MoeBatch& batch)
+    : layer_(layer),
+      kernels_(layer.kernels_),
+      pool_(layer.pool_),
+      batch_(batch),
+      multiply_(batch.mode == Mode::kDecode ? kernels_.multiply : kernels_.multiply_many),
+      num_shards_(static_cast<std::int64_t>(layer.shards_.size())),
+      hidden_(layer.hidden_),
+      intermediate_(layer.intermediate_),
+      per_token_(layer.options_.experts_per_token),
+      num_pairs_(batch.num_tokens * per_token_),
+      x_bytes_(kernels_.prepared_bytes(layer.shards_[0][0].gate)),
+      h_bytes_(kernels_.prepared_bytes(layer.shards_[0][0].down)) {
+    Carver counter(nullptr);
+    lay_out(counter);
+    Carver carver(pool_.shared().reserve(counter.used()));
+    lay_out(carver);
+    sort_pairs();
+
+    const ExpertWeights& weights = layer_.shards_[0][0];
+    const std::int64_t num_items = num_active_ * num_shards_;
+    gate_up_rows_ = rows_per_task(intermediate_, 2 * packed_bytes(weights.gate.format, hidden_),
+                                  num_items, pool_.num_threads());
+    gate_up_slices_ = ceil_div(intermediate_, gate_up_rows_);
+    down_rows_ = rows_per_task(hidden_, packed_bytes(weights.down.format, intermediate_), num_items,
+                               pool_.num_threads());
+    down_slices_ = ceil_div(hidden_, down_rows_);
+    Carver worker_counter(nullptr);
+    scratch_of(worker_counter);
+    pool_.reserve_scratch(worker_counter.used());
+    start_counters();
+}
+
+void MoeRun::lay_out(Carver& carver) {
+    const std::int64_t num_experts = layer_.num_experts();
+    const std::int64_t most_active = std::min(num_experts, num_pairs_);
+    counts_ = carver.take<std::int64_t>(num_experts);
+    active_ = carver.take<Active>(most_active);
+    place_of_pair_ = carver.take<std::int64_t>(num_pairs_);
+    x_ = carver.take<const std::byte*>(num_pairs_);
+    h_ = carver.take<const std::byte*>(num_shards_ * num_pairs_);
+    prepared_x_ = carver.take<std::byte>(batch_.num_tokens * x_bytes_);
+    prepared_h_ = carver.take<std::byte>(num_shards_ * num_pairs_ * h_bytes_);
+    activated_ = carver.take<float>(num_shards_ * num_pairs_ * intermediate_);
+    partial_ = carver.take<float>(num_shards_ * num_pairs_ * hidden_);
+    progress_ = carver.take<Progress>(num_shards_ * most_active);
+    slices_ = carver.take<Counter>(ceil_div(hidden_, kRowUnit));
+    next_gate_up_ = carver.take<Counter>(num_shards_);
+    next_down_ = carver.take<Counter>(num_shards_);
+    next_token_ = carver.take<Counter>(1);
+    tokens_left_ = carver.take<Counter>(1);
+}
+
+void MoeRun::sort_pairs() {
+    const std::int64_t num_experts = layer_.num_experts();
+    std::memset(counts_, 0, static_cast<std::size_t>(num_experts) * sizeof *counts_);
+    for (std::int64_t pair = 0; pair < num_pairs_; ++pair) {
+        ++counts_[batch_.experts[pair]];
+    }
+    std::int64_t place = 0;
+    for (std::int64_t expert = 0; expert < num_experts; ++expert) {
+        const std::int64_t num_pairs = counts_[expert];
+        if (num_pairs > 0) {
+            active_[num_active_++] = {expert, place, num_pairs};
+            most_pairs_ = std::max(most_pairs_, num_pairs);
+        }
+        counts_[expert] = place;
+        place += num_pairs;
+    }
+    for (std::int64_t pair = 0; pair < num_pairs_; ++pair) {
+        const std::int64_t at = counts_[batch_.experts[pair]]++;
+        place_of_pair_[pair] = at;
+        x_[at] = prepared_x_ + pair / per_token_ * x_bytes_;
+    }
+    for (std::int64_t i = 0; i < num_shards_ * num_pairs_; ++i) {
+        h_[i] = prepared_h_ + i * h_bytes_;
+    }
+}
+
+void MoeRun::start_counters() {
+    for (std::int64_t i = 0; i < num_shards_ * num_active_; ++i) {
+        new (&progress_[i]) Progress{gate_up_slices_, false};
+    }
+    for (std::int64_t i = 0; i < down_slices_; ++i) {
+        new (&slices_[i]) Counter{num_shards_ * num_active_};
+    }
+    for (std::int64_t shard = 0; shard < num_shards_; ++shard) {
+        new (&next_gate_up_[shard]) Counter{0};
+        new (&next_down_[shard]) Counter{0};
+    }
+    new (next_token_) Counter{0};
+    new (tokens_left_) Counter{batch_.num_tokens};
+}
+
+MoeRun::Scratch MoeRun::scratch_of(Carver& carver) const {
+    const ExpertWeights& weights = layer_.shards_[0][0];
+    return {.outputs = carver.take<float*>(most_pairs_),
+            .up = carver.take<float>(most_pairs_ * gate_up_rows_),
+            .terms = carver.take<const float*>(num_shards_ * per_token_),
+            .factors = carver.take<float>(num_shards_ * per_token_),
+            .kernel = carver.take<std::byte>(std::max(kernels_.scratch_bytes(weights.gate),
+                                                      kernels_.scratch_bytes(weights.down)))};
+}
+
+void MoeRun::operator()(int worker) noexcept {
+    Carver carver(pool_.scratch(worker));
+    const Scratch scratch = scratch_of(carver);
+    prepare_tokens();
+    // Its own shard first, then whatever others have left.
+    const int home = pool_.shard_of(worker, static_cast<int>(num_shards_));
+    for (std::int64_t i = 0; i < num_shards_; ++i) {
+        const std::int64_t shard = (home + i) % num_shards_;
+        const std::int64_t num_gate_up = num_active_ * gate_up_slices_;
+        const std::int64_t num_down = num_active_ * down_slices_;
+        std::int64_t task;
+        while ((task = next_gate_up_[shard].value.fetch_add(1)) < num_gate_up) {
+            run_gate_up(shard, task, scratch);
+        }
+        while ((task = next_down_[shard].value.fetch_add(1)) < num_down) {
+            run_down(shard, task, scratch);
+        }
+    }
+}
+
+const ExpertWeights& MoeRun::weights_of(std::int64_t shard, const Active& active) const {
+    return layer_.shards_[static_cast<std::size_t>(shard)][static_cast<std::size_t>(active.expert)];
+}
+
+const std::byte* MoeRun::next_gate_up(std::int64_t shard, std::int64_t task) const {
+    if (pool_.num_threads() > 1) {
+        return nullptr;
+    }
+    if (task == num_active_ * gate_up_slices_) {
+        return next_down(shard, 0);
+    }
+    const Matrix& gate = weights_of(shard, active_[task / gate_up_slices_]).gate;
+    return gate.data + task % gate_up_slices_ * gate_up_rows_ * gate.row_bytes;
+}
+
+const std::byte* MoeRun::next_down(std::int64_t shard, std::int64_t task) const {
+    if (pool_.num_threads() > 1 || task == num_active_ * down_slices_) {
+        return nullptr;
+    }
+    const Matrix& down = weights_of(shard, active_[task / down_slices_]).down;
+    return down.data + task % down_slices_ * down_rows_ * down.row_bytes;
+}
+
+void MoeRun::prepare_tokens() noexcept {
+    const Matrix& gate = layer_.shards_[0][0].gate;
+    for (std::int64_t t; (t = next_token_->value.fetch_add(1)) < batch_.num_tokens;) {
+        kernels_.prepare(gate, batch_.x + t * batch_.x_stride, prepared_x_ + t * x_bytes_);
+        tokens_left_->value.fetch_sub(1);
+    }
+    for (Backoff backoff; tokens_left_->value.load() > 0;) {
+        backoff.wait();
+    }
+}
+
+void MoeRun::run_gate_up(std::int64_t shard, std::int64_t task, const Scratch& scratch) noexcept {
+    const Active& active = active_[task / gate_up_slices_];
+    const ExpertWeights& weights = weights_of(shard, active);
+    const std::int64_t begin = task % gate_up_slices_ * gate_up_rows_;
+    const std::int64_t end = std::min(begin + gate_up_rows_, intermediate_);
+    const std::int64_t first = shard * num_pairs_ + active.first_place;
+    Product product{.matrix = &weights.gate,
+                    .row_begin = begin,
+                    .row_end = end,
+                    .tokens = x_ + active.first_place,
+                    .outputs = scratch.outputs,
+                    .num_tokens = active.num_pairs,
+                    .scratch = scratch.kernel,
+                    .next = weights.up.data + begin * weights.up.row_bytes};
+    for (std::int64_t i = 0; i < active.num_pairs; ++i) {
+        scratch.outputs[i] = activated_ + (first + i) * intermediate_ + begin;
+    }
+    multiply_(product);
+    product.matrix = &weights.up;
+    product.next = next_gate_up(shard, task + 1);
+    for (std::int64_t i = 0; i < active.num_pairs; ++i) {
+        scratch.outputs[i] = scratch.up + i * gate_up_rows_;
+    }
+    multiply_(product);
+    for (std::int64_t i = 0; i < active.num_pairs; ++i) {
+        float* gate = activated_ + (first + i) * intermediate_ + begin;
+        kernels_.activate(layer_.options_.activation, layer_.options_.limit, gate,
+                          scratch.up + i * gate_up_rows_, gate, end - begin);
+    }
+
+    Progress& own = progress(shard, task / gate_up_slices_);
+    if (own.slices_left.fetch_sub(1) == 1) {
+        for (std::int64_t i = first; i < first + active.num_pairs; ++i) {
+            kernels_.prepare(weights.down, activated_ + i * intermediate_,
+                             prepared_h_ + i * h_bytes_);
+        }
+        own.is_ready.store(true);
+    }
+}
+
+void MoeRun::run_down(std::int64_t shard, std::int64_t task, const Scratch& scratch) noexcept {
+    const Active& active = active_[task / down_slices_];
+    const std::int64_t slice = task % down_slices_;
+    const std::int64_t begin = slice * down_rows_;
+    const std::int64_t end = std::min(begin + down_rows_, hidden_);
+    for (Backoff backoff; !progress(shard, task / down_slices_).is_ready.load();) {
+        backoff.wait();
+    }
+    for (std::int64_t i = 0; i < active.num_pairs; ++i) {
+        scratch.outputs[i] = partial(shard, active.first_place + i) + begin;
+    }
+    multiply_({.matrix = &weights_of(shard, active).down,
+               .row_begin = begin,
+               .row_end = end,
+               .tokens = h_ + shard * num_pairs_ + active.first_place,
+               .outputs = scratch.outputs,
+               .num_tokens = active.num_pairs,
+               .scratch = scratch.kernel,
+               .next = next_down(shard, task + 1)});
+    if (slices_[slice].value.fetch_sub(1) == 1) {
+        add_experts(begin, end, scratch);
+    }
+}
+
+void MoeRun::add_experts(std::int64_t begin, std::int64_t end, const Scratch& scratch) noexcept {
+    for (std::int64_t t = 0; t < batch_.num_tokens; ++t) {
+        std::int64_t num_terms = 0;
+        for (std::int64_t pair = t * per_token_; pair < (t + 1) * per_token_; ++pair) {
+            for (std::int64_t shard = 0; shard < num_shards_; ++shard) {
+                scratch.terms[num_terms] = partial(shard, place_of_pair_[pair]) + begin;
+                scratch.factors[num_terms++] = batch_.weights[pair];
+            }
+        }
+        kernels_.weighted_sum(scratch.terms, scratch.factors, num_terms,
+                              batch_.output + t * batch_.output_stride + begin, end - begin);
+    }
+}
+
+}  // namespace headwater
