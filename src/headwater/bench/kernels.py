@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headwater.bench.timing import ReadProbe, alternate
+from headwater.bench.timing import ReadProbe, alternate, worker_pool
 from headwater.bench.weights import Format, random_matrix
 from headwater.kernels import WorkerPool, isa, linear
 
@@ -16,8 +16,11 @@ REPEATS = 200
 
 def bench_kernel(fmt: Format, batch: int) -> dict[str, Any]:
     """One row of figures, on one thread."""
-    pool = WorkerPool(1)
-    pool.pin_caller()
+    with worker_pool(1) as pool:
+        return _measure(pool, fmt, batch)
+
+
+def _measure(pool: WorkerPool, fmt: Format, batch: int) -> dict[str, Any]:
     matrix = random_matrix((), ROWS, COLUMNS, fmt)
     x, out = torch.randn(batch, COLUMNS), torch.empty(batch, ROWS)
 

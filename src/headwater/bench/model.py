@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headwater.bench.timing import ReadProbe, alternate
+from headwater.bench.timing import ReadProbe, alternate, worker_pool
 from headwater.kernels import Mode, WorkerPool, isa
 from headwater.kernels.model import NativeTransformer
 from headwater.kv.layout import KvLayout
@@ -34,7 +34,8 @@ def bench_model(
     spec = ModelSpec.load(folder)
     store = load_weights(folder, spec.tensors(), shm_prefix=prefix)
     try:
-        return _measure(spec, store, folder.name, what, batch, threads, context)
+        with worker_pool(threads) as pool:
+            return _measure(spec, store, folder.name, what, batch, pool, context)
     finally:
         store.close()
         reap(f"{prefix}.", release_weights=True)
@@ -46,11 +47,9 @@ def _measure(
     name: str,
     what: str,
     batch: int,
-    threads: int,
+    pool: WorkerPool,
     context: int,
 ) -> dict[str, Any]:
-    pool = WorkerPool(threads)
-    pool.pin_caller()
     is_decode = what == "decode"
     model = NativeTransformer(spec, store, pool, mode=Mode.DECODE if is_decode else Mode.PREFILL)
     num_sequences, length = (batch, context + 1) if is_decode else (1, batch)
@@ -78,7 +77,7 @@ def _measure(
         "shape": name,
         "format": _format(store),
         "batch": batch,
-        "threads": threads,
+        "threads": pool.num_threads,
         "isa": isa(),
         "us": timed.seconds * 1e6,
         "gb_per_s": gb_per_s,

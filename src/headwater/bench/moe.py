@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headwater.bench.timing import ReadProbe, alternate
+from headwater.bench.timing import ReadProbe, alternate, worker_pool
 from headwater.bench.weights import Format, random_matrix
 from headwater.kernels import Mode, MoeLayer, WorkerPool, isa
 from headwater.synth.shapes import make_config
@@ -19,12 +19,15 @@ def bench_moe(
     shape: str, fmt: Format, batch: int, threads: int, *, experts: int = RESIDENT_EXPERTS
 ) -> dict[str, Any]:
     """One row of figures; the experts of each token are drawn anew for each run."""
+    with worker_pool(threads) as pool:
+        return _measure(pool, shape, fmt, batch, experts)
+
+
+def _measure(pool: WorkerPool, shape: str, fmt: Format, batch: int, experts: int) -> dict[str, Any]:
     config = make_config(shape)
     hidden = int(config["hidden_size"])
     intermediate = int(config.get("moe_intermediate_size", config["intermediate_size"]))
     top_k = int(config["num_experts_per_tok"])
-    pool = WorkerPool(threads)
-    pool.pin_caller()
     layer = MoeLayer(
         pool,
         random_matrix((experts, 2), intermediate, hidden, fmt),
@@ -51,7 +54,7 @@ def bench_moe(
         "shape": shape,
         "format": fmt,
         "batch": batch,
-        "threads": threads,
+        "threads": pool.num_threads,
         "isa": isa(),
         "us": timed.seconds * 1e6,
         "gb_per_s": gb_per_s,

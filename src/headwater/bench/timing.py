@@ -7,8 +7,10 @@ memory gave in the same seconds.
 from __future__ import annotations
 
 import mmap
+import os
 import statistics
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,14 +18,28 @@ import numpy as np
 import torch
 
 from headwater import _native
+from headwater.kernels import WorkerPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headwater.kernels import WorkerPool
+    from collections.abc import Callable, Iterator
 
 # Larger than the last-level caches of common servers, so that reads come from DRAM.
 READ_BYTES = 1 << 30
+
+
+@contextmanager
+def worker_pool(threads: int) -> Iterator[WorkerPool]:
+    """A pool with the calling thread pinned beside it, which is free again afterwards.
+
+    Otherwise the next pool would find a single CPU to share.
+    """
+    allowed = os.sched_getaffinity(0)
+    pool = WorkerPool(threads)
+    pool.pin_caller()
+    try:
+        yield pool
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 @dataclass(frozen=True, slots=True)
