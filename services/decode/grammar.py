@@ -7,7 +7,7 @@ milliseconds and needs no other framework. One Grammar belongs to one sequence.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ class GrammarCompiler:
 
 def _definition(constraint: Constraint) -> str:
     if constraint.kind == "json_schema":
-        options = {"whitespace_pattern": _JSON_WHITESPACE}
+        options: Any = {"whitespace_pattern": _JSON_WHITESPACE}
         return str(LLMatcher.grammar_from_json_schema(constraint.text, defaults=options))
     return str(grammar_from(constraint.kind, constraint.text))
 

@@ -24,10 +24,10 @@ async def merge(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator
     tasks = [asyncio.create_task(_pump(stream, items)) for stream in streams]
     try:
         for _ in streams:
-            while (item := await items.get()) is not None:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
+            while (arrived := await items.get()) is not None:
+                if isinstance(arrived, BaseException):
+                    raise arrived
+                yield arrived
     finally:
         for task in tasks:
             task.cancel()

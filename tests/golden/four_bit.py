@@ -80,7 +80,8 @@ def _asymmetric(weight: Tensor, scale_type: torch.dtype) -> tuple[Tensor, Tensor
 def _values(codes: Tensor, scale: Tensor, zeros: Tensor | int) -> Tensor:
     offset = zeros if isinstance(zeros, int) else zeros[..., None]
     groups = codes.unflatten(1, (-1, GROUP)) - offset
-    return (groups * scale.float()[..., None]).flatten(1)
+    values: Tensor = (groups * scale.float()[..., None]).flatten(1)
+    return values
 
 
 def _words(nibbles: Tensor) -> Tensor:

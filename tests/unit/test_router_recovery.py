@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.unit.router_fakes import Rig
 ANSWER = "an answer that is long enough to be cut in several places"
 
 
-async def collect(rig: Rig, n: int = 1, **sampling: int) -> list[TextEvent]:
+async def collect(rig: Rig, n: int = 1, **sampling: Any) -> list[TextEvent]:
     request = RouterRequest(TextPrompt("question"), SamplingParams(**sampling), n=n)
     events = [event async for event in rig.core.generate(request)]
     await rig.core.stop()

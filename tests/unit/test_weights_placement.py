@@ -21,7 +21,7 @@ from headwater.model.transformer import Transformer
 from headwater.shm import Lifetime, Segment, SegmentKind
 from headwater.synth.checkpoint import write_synthetic
 from headwater.synth.shapes import make_config
-from headwater.weights import loader, placement
+from headwater.weights import loader
 from headwater.weights.loader import load_weights
 from headwater.weights.placement import (
     check_placement,
@@ -88,8 +88,8 @@ def test_a_load_goes_on_where_placing_is_forbidden(
     def refuse(*arguments: object) -> None:
         raise NotPermittedError("mbind: Operation not permitted")
 
-    monkeypatch.setattr(placement.Segment, "place", refuse)
-    monkeypatch.setattr(placement.Segment, "nodes_of", refuse)
+    monkeypatch.setattr(Segment, "place", refuse)
+    monkeypatch.setattr(Segment, "nodes_of", refuse)
     write_synthetic(tmp_path / "m", make_config("tiny", "mixtral"), LinearTarget("bf16"))
     with caplog.at_level(logging.WARNING, loader.logger.name):
         store = _load(tmp_path / "m", shm_prefix, 2)

@@ -26,7 +26,7 @@ def bench_moe(
 def _measure(pool: WorkerPool, shape: str, fmt: Format, batch: int, experts: int) -> dict[str, Any]:
     config = make_config(shape)
     hidden = int(config["hidden_size"])
-    intermediate = int(config.get("moe_intermediate_size", config["intermediate_size"]))
+    intermediate = int(config.get("moe_intermediate_size") or config["intermediate_size"])
     top_k = int(config["num_experts_per_tok"])
     layer = MoeLayer(
         pool,
@@ -45,7 +45,7 @@ def _measure(pool: WorkerPool, shape: str, fmt: Format, batch: int, experts: int
         layer(x, draws[next(turns) % len(draws)], weights, out, mode)
 
     timed = alternate(run, ReadProbe(pool), rounds=11)
-    distinct = sum(len(draw.unique()) for draw in draws) / len(draws)
+    distinct = sum(draw.unique().numel() for draw in draws) / len(draws)
     num_bytes = distinct * layer.expert_bytes
     gb_per_s = num_bytes / timed.seconds / 1e9
     flops = 2.0 * batch * top_k * 3 * hidden * intermediate
