@@ -105,7 +105,7 @@ std::vector<Isa> supported_isas() {
     return kSupported;
 }
 
-bool wants_software_prefetch() { return __builtin_cpu_is("intel"); }
+bool wants_several_rows() { return __builtin_cpu_is("intel"); }
 
 std::vector<int> allowed_cpus() {
     std::vector<int> cpus;

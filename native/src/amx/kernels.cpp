@@ -17,8 +17,7 @@ namespace {
 
 using avx512::Bf16;
 using avx512::Fp8;
-using avx512::Int4;
-using avx512::Mxfp4;
+using avx512::Nibbles;
 
 constexpr std::int64_t kTile = 16;
 // Columns of weights in a tile.
@@ -42,7 +41,7 @@ struct Memory {
     alignas(64) float totals[kTokens / kTile][kRows][kTile];
     // What a product of tiles has come to, [row tile of two][token tile of two].
     alignas(64) float products[2][2][kTile][kTile];
-    // [row][step]; the second is what the sums of INT4 are multiplied by.
+    // [row][step]; the second is (8 - zero) * scale.
     alignas(64) float scales[kRows][kSteps];
     alignas(64) float offsets[kRows][kSteps];
 };
@@ -52,13 +51,15 @@ std::int64_t min_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 std::int64_t tiles_of(std::int64_t count) { return (count + kTile - 1) / kTile; }
 
 template <class F>
-constexpr bool kIsInt4 = std::is_same_v<F, Int4<false>> || std::is_same_v<F, Int4<true>>;
+constexpr bool kHasNibbles = std::is_same_v<F, Nibbles<false>> || std::is_same_v<F, Nibbles<true>>;
+template <class F>
+constexpr bool kHasZeros = std::is_same_v<F, Nibbles<true>>;
 
 // Four vectors of a block, so that vector i holds columns 32 i to 32 i + 31 in some order. Only
 // nibbles need it: there each quarter of all vectors belongs to 32 columns.
 template <class F>
 void gather_steps(__m512i* w) {
-    if constexpr (kIsInt4<F> || std::is_same_v<F, Mxfp4>) {
+    if constexpr (kHasNibbles<F>) {
         const __m512i a = _mm512_shuffle_i64x2(w[0], w[1], 0x88);
         const __m512i b = _mm512_shuffle_i64x2(w[0], w[1], 0xDD);
         const __m512i c = _mm512_shuffle_i64x2(w[2], w[3], 0x88);
@@ -134,10 +135,8 @@ void expand_weights(const Matrix& m, std::int64_t first, std::int64_t num_rows, 
                 } else if constexpr (!std::is_same_v<F, Bf16>) {
                     const std::int64_t at = (block + b) * kBlockSteps + j;
                     memory.scales[i][step] = row.scales[at];
-                    if constexpr (std::is_same_v<F, Int4<true>>) {
+                    if constexpr (kHasZeros<F>) {
                         memory.offsets[i][step] = row.zeros[at] * row.scales[at];
-                    } else if constexpr (std::is_same_v<F, Int4<false>>) {
-                        memory.offsets[i][step] = row.scales[at];
                     }
                 }
             }
@@ -162,7 +161,7 @@ void arrange_tokens(const Matrix& m, const std::byte* const* tokens, std::int64_
             for (std::int64_t j = 0; j < kBlockSteps; ++j) {
                 steps[j][t] = w[j];
             }
-            if constexpr (kIsInt4<F>) {
+            if constexpr (kHasZeros<F>) {
                 for (std::int64_t j = 0; j < kBlockSteps; ++j) {
                     const float* four =
                         t < count ? avx512::sums_of(m, tokens[t]) + 16 * (block + b) + 4 * j
@@ -231,7 +230,7 @@ void multiply_tiles(const Matrix& m, std::int64_t row_tile, std::int64_t token_t
         store_products<kTokenTiles>(memory);
         for (int half = 0; half < kTokenTiles; ++half) {
             __m512 x_sums = _mm512_setzero_ps();
-            if constexpr (kIsInt4<F>) {
+            if constexpr (kHasZeros<F>) {
                 for (std::int64_t step = first; step < min_of(first + run, num_steps); ++step) {
                     x_sums = _mm512_add_ps(x_sums, _mm512_load_ps(memory.sums[half][step]));
                 }
@@ -246,7 +245,7 @@ void multiply_tiles(const Matrix& m, std::int64_t row_tile, std::int64_t token_t
                 } else {
                     sum = _mm512_fmadd_ps(_mm512_set1_ps(memory.scales[row][first]), product, sum);
                 }
-                if constexpr (kIsInt4<F>) {
+                if constexpr (kHasZeros<F>) {
                     sum = _mm512_fmadd_ps(_mm512_set1_ps(memory.offsets[row][first]), x_sums, sum);
                 }
                 _mm512_store_ps(total, sum);
@@ -335,11 +334,9 @@ void multiply_many(const Product& p) {
             return multiply_format<Bf16>(p);
         case Format::kFp8:
             return multiply_format<Fp8>(p);
-        case Format::kInt4:
-            return p.matrix->zeros == nullptr ? multiply_format<Int4<false>>(p)
-                                              : multiply_format<Int4<true>>(p);
-        case Format::kMxfp4:
-            return multiply_format<Mxfp4>(p);
+        default:
+            return p.matrix->zeros == nullptr ? multiply_format<Nibbles<false>>(p)
+                                              : multiply_format<Nibbles<true>>(p);
     }
 }
 

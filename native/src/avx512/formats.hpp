@@ -192,118 +192,83 @@ inline void widen_scales(const Matrix& m, std::int64_t row, std::int64_t padded,
     }
 }
 
-// -(128 + zero).
+// 8 - zero.
 inline void widen_zeros(const Matrix& m, std::int64_t row, std::int64_t padded, float* out) {
     const std::uint8_t* p = m.zeros + row * m.zero_row_bytes;
     widen(m, padded, out, [p](std::int64_t i, __mmask16 mask) {
         const __m512i zeros = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, p + i));
-        return _mm512_maskz_sub_ps(mask, _mm512_set1_ps(-128.0f), _mm512_cvtepi32_ps(zeros));
+        return _mm512_maskz_sub_ps(mask, _mm512_set1_ps(8.0f), _mm512_cvtepi32_ps(zeros));
     });
 }
 
-// Four nibbles per 16-bit lane: shifted right by 0, 4, 8 and 12 bits, its low bits are the codes of
-// columns 4i, 4i + 1, 4i + 2 and 4i + 3. So each quarter of a vector of sums belongs to 32 columns,
-// and thus to one scale.
-inline void shift_nibbles(const std::byte* p, __m512i* codes) {
-    codes[0] = _mm512_loadu_si512(p);
-    keep_in_register(codes[0]);
-    codes[1] = _mm512_srli_epi16(codes[0], 4);
-    codes[2] = _mm512_srli_epi16(codes[0], 8);
-    codes[3] = _mm512_srli_epi16(codes[0], 12);
-}
+// BF16 values of the sixteen codes, twice, as the index of the look-up has five bits.
+struct alignas(64) NibbleValues {
+    std::uint16_t int4[32];
+    std::uint16_t e2m1[32];
 
-struct NibbleRow {
-    NibbleRow() = default;
-    NibbleRow(const Matrix& m, std::int64_t row, float* scratch)
-        : data(m.data + row * m.row_bytes), scales(scratch) {
-        widen_scales(m, row, 4 * blocks_of(m.columns), scratch);
-    }
-    const std::byte* data;
-    const float* scales;
-};
-
-inline __m512 add_nibbles(const NibbleRow& row, std::int64_t block, __m512 sum, __m512 total) {
-    return _mm512_fmadd_ps(spread_quarters(row.scales + 4 * block), sum, total);
-}
-
-// BF16 values of the sixteen E2M1 codes, twice, as the index of the look-up has five bits.
-struct alignas(64) E2m1Values {
-    std::uint16_t values[32];
-
-    constexpr E2m1Values() : values() {
-        constexpr std::uint16_t kMagnitudes[8] = {0x0000, 0x3F00, 0x3F80, 0x3FC0,
-                                                  0x4000, 0x4040, 0x4080, 0x40C0};
+    constexpr NibbleValues() : int4(), e2m1() {
+        // -8 to 7; and 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+        constexpr std::uint16_t kInt4[16] = {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
+                                             0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040,
+                                             0x4080, 0x40A0, 0x40C0, 0x40E0};
+        constexpr std::uint16_t kE2m1[8] = {0x0000, 0x3F00, 0x3F80, 0x3FC0,
+                                            0x4000, 0x4040, 0x4080, 0x40C0};
         for (int i = 0; i < 32; ++i) {
-            values[i] = static_cast<std::uint16_t>(kMagnitudes[i % 8] | (i % 16 / 8) << 15);
+            int4[i] = kInt4[i % 16];
+            e2m1[i] = static_cast<std::uint16_t>(kE2m1[i % 8] | (i % 16 / 8) << 15);
         }
     }
 };
-constexpr E2m1Values kE2m1;
+constexpr NibbleValues kNibbleValues;
 
-struct Mxfp4 {
+// INT4 and MXFP4. Four nibbles per 16-bit lane: shifted by 0, 4, 8 and 12 bits, its low bits select
+// the value of columns 4i, 4i + 1, 4i + 2 and 4i + 3. So each quarter of a vector of sums belongs
+// to 32 columns, and thus to one scale. (On Zen 4 to put a code into the low bits of BF16 128, and
+// to take 136 times the activations off, is no faster than the look-up, and less exact.)
+template <bool kHasZeros>
+struct Nibbles {
     struct Tables {
-        explicit Tables(const Matrix&) : values(_mm512_load_si512(kE2m1.values)) {}
+        explicit Tables(const Matrix& m)
+            : values(_mm512_load_si512(m.format == Format::kInt4 ? kNibbleValues.int4
+                                                                 : kNibbleValues.e2m1)) {}
         __m512i values;
     };
-    using Row = NibbleRow;
-    static constexpr std::int64_t kBlockBytes = 64;
-    static constexpr std::int64_t kRowScratch = 16;
-
-    static inline void load(const Tables& t, const std::byte* p, __m512i* w) {
-        shift_nibbles(p, w);
-        for (int j = 0; j < 4; ++j) {
-            w[j] = _mm512_permutexvar_epi16(w[j], t.values);
-        }
-    }
-    static inline __m512 start(const Row&, std::int64_t, const float*) {
-        return _mm512_setzero_ps();
-    }
-    static inline __m512 add(const Row& row, std::int64_t block, __m512 sum, __m512 total) {
-        return add_nibbles(row, block, sum, total);
-    }
-};
-
-// A code put into the lowest bits of BF16 128 is 128 + code, which takes one instruction and no
-// table; what is too much, (128 + zero) times the sum of the activations, is taken off beforehand.
-template <bool kHasZeros>
-struct Int4 {
-    struct Tables {
-        explicit Tables(const Matrix&)
-            : code(_mm512_set1_epi16(0x000F)), base(_mm512_set1_epi16(0x4300)) {}
-        __m512i code, base;
-    };
-    struct Row : NibbleRow {
+    struct Row {
         Row() = default;
-        Row(const Matrix& m, std::int64_t row, float* scratch) : NibbleRow(m, row, scratch) {
+        Row(const Matrix& m, std::int64_t row, float* scratch)
+            : data(m.data + row * m.row_bytes), scales(scratch) {
+            const std::int64_t count = 4 * blocks_of(m.columns);
+            widen_scales(m, row, count, scratch);
             if constexpr (kHasZeros) {
-                const std::int64_t count = 4 * blocks_of(m.columns);
                 zeros = scratch + (count + 15) / 16 * 16;
                 widen_zeros(m, row, count, scratch + (count + 15) / 16 * 16);
             }
         }
+        const std::byte* data;
+        const float* scales;
         const float* zeros;
     };
     static constexpr std::int64_t kBlockBytes = 64;
     static constexpr std::int64_t kRowScratch = kHasZeros ? 32 : 16;
 
     static inline void load(const Tables& t, const std::byte* p, __m512i* w) {
-        shift_nibbles(p, w);
-        for (int j = 0; j < 4; ++j) {
-            // (w & code) | base
-            w[j] = _mm512_ternarylogic_epi32(w[j], t.code, t.base, 0xEA);
-        }
+        __m512i v = _mm512_loadu_si512(p);
+        keep_in_register(v);
+        w[0] = _mm512_permutexvar_epi16(v, t.values);
+        w[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), t.values);
+        w[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), t.values);
+        w[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), t.values);
     }
-    // Without zeros, the sums have been multiplied by -(128 + 8) before.
     static inline __m512 start(const Row& row, std::int64_t block, const float* sums) {
-        const __m512 x = _mm512_load_ps(sums + 16 * block);
         if constexpr (kHasZeros) {
-            return _mm512_mul_ps(spread_quarters(row.zeros + 4 * block), x);
+            return _mm512_mul_ps(spread_quarters(row.zeros + 4 * block),
+                                 _mm512_load_ps(sums + 16 * block));
         } else {
-            return x;
+            return _mm512_setzero_ps();
         }
     }
     static inline __m512 add(const Row& row, std::int64_t block, __m512 sum, __m512 total) {
-        return add_nibbles(row, block, sum, total);
+        return _mm512_fmadd_ps(spread_quarters(row.scales + 4 * block), sum, total);
     }
 };
 

@@ -19,7 +19,7 @@ std::int64_t scratch_bytes(const Matrix& m) {
         case Format::kFp8:
             return scratch_bytes_of<Fp8>(m);
         default:
-            return scratch_bytes_of<Int4<true>>(m);
+            return scratch_bytes_of<Nibbles<true>>(m);
     }
 }
 
@@ -29,11 +29,9 @@ void multiply(const Product& p) {
             return multiply_format<Bf16>(p);
         case Format::kFp8:
             return multiply_format<Fp8>(p);
-        case Format::kInt4:
-            return p.matrix->zeros == nullptr ? multiply_format<Int4<false>>(p)
-                                              : multiply_format<Int4<true>>(p);
-        case Format::kMxfp4:
-            return multiply_format<Mxfp4>(p);
+        default:
+            return p.matrix->zeros == nullptr ? multiply_format<Nibbles<false>>(p)
+                                              : multiply_format<Nibbles<true>>(p);
     }
 }
 

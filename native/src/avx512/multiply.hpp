@@ -23,23 +23,6 @@ inline std::int64_t ahead_bytes(std::int64_t num_tokens) {
 
 constexpr int kMaxTokens = 8;
 
-// Weights that have been expanded before: 256 bytes per block, scales as in the format.
-template <class F>
-struct Expanded {
-    using Tables = Bf16::Tables;
-    using Row = typename F::Row;
-    static constexpr std::int64_t kBlockBytes = 256;
-    static inline void load(const Tables& t, const std::byte* p, __m512i* w) {
-        Bf16::load(t, p, w);
-    }
-    static inline __m512 start(const Row& row, std::int64_t block, const float* sums) {
-        return F::start(row, block, sums);
-    }
-    static inline __m512 add(const Row& row, std::int64_t block, __m512 sum, __m512 total) {
-        return F::add(row, block, sum, total);
-    }
-};
-
 // The last, incomplete block of a row, filled up with zero bytes: they meet zero activations.
 template <class F>
 inline void copy_tail(const Matrix& m, const std::byte* data, std::byte* padded) {
@@ -49,15 +32,9 @@ inline void copy_tail(const Matrix& m, const std::byte* data, std::byte* padded)
                 static_cast<std::size_t>((left * F::kBlockBytes + kBlock - 1) / kBlock));
 }
 
-template <class F>
-inline constexpr bool kIsExpanded = false;
-template <class F>
-inline constexpr bool kIsExpanded<Expanded<F>> = true;
-
 // BF16 needs so few instructions per byte that with one token prefetching would slow it down.
 template <class F, int kTokens>
-inline constexpr bool wants_prefetch =
-    !kIsExpanded<F> && !(std::is_same_v<F, Bf16> && kTokens == 1);
+inline constexpr bool wants_prefetch = !(std::is_same_v<F, Bf16> && kTokens == 1);
 
 // Rows of nibbles are short: two at a time halve what a row costs besides its weights.
 template <class F>
@@ -132,7 +109,7 @@ inline void multiply_tile(const typename F::Tables& tables, const Matrix& m,
                           const typename F::Row* rows, const std::byte* const* row_data,
                           const std::byte* ahead, const std::byte* const* tokens,
                           const float* const* sums, float* const* outputs, std::int64_t at) {
-    const std::int64_t full = kIsExpanded<F> ? blocks_of(m.columns) : m.columns / kBlock;
+    const std::int64_t full = m.columns / kBlock;
     const std::byte* data[kRows];
     __m512 totals[kRows][kTokens];
 #pragma GCC unroll 4
@@ -152,7 +129,7 @@ inline void multiply_tile(const typename F::Tables& tables, const Matrix& m,
             data[r] += F::kBlockBytes;
         }
     }
-    if (!kIsExpanded<F> && full * kBlock < m.columns) {
+    if (full * kBlock < m.columns) {
         alignas(64) std::byte padded[kRows][F::kBlockBytes];
         for (int r = 0; r < kRows; ++r) {
             copy_tail<F>(m, data[r], padded[r]);
@@ -213,104 +190,26 @@ constexpr RowsFunction<F> rows_function(std::int64_t num_tokens,
     return functions[num_tokens - 1];
 }
 
-// Up to kMaxTokens tokens. How many rows share the loads of activations: one row at a time is the
-// best reader of DRAM on Zen 4 for one token, while more activations do not fit L1.
+// How many rows share the loads of activations: one row at a time is the best reader of DRAM on
+// Zen 4 for one token, while more activations do not fit L1.
 template <class F>
-void multiply_few(const Product& p) {
-    static const bool kPrefersRows = wants_software_prefetch();
+int rows_per_tile(std::int64_t num_tokens) {
+    static const bool kWantsRows = wants_several_rows();
+    return num_tokens == 1 ? (kWantsRows ? 4 : kRowsOfOneToken<F>) : num_tokens == 2 ? 4 : 2;
+}
+
+// Rows [begin, end) times up to kMaxTokens tokens.
+template <class F>
+void multiply_few(const Product& p, std::int64_t begin, std::int64_t end) {
     const std::int64_t n = p.num_tokens;
-    const int step = n == 1 ? (kPrefersRows ? 4 : kRowsOfOneToken<F>) : n == 2 ? 4 : 2;
-    const std::int64_t even = p.row_begin + (p.row_end - p.row_begin) / step * step;
+    const int step = rows_per_tile<F>(n);
+    const std::int64_t even = begin + (end - begin) / step * step;
     constexpr std::make_integer_sequence<int, kMaxTokens> kAll;
     const auto run = step == 4   ? rows_function<F, 4>(n, std::make_integer_sequence<int, 2>())
                      : step == 2 ? rows_function<F, 2>(n, kAll)
                                  : rows_function<F, 1>(n, kAll);
-    run(p, p.row_begin, even);
-    rows_function<F, 1>(n, kAll)(p, even, p.row_end);
-}
-
-// Expands one row to BF16, padded to whole blocks.
-template <class F>
-void expand_row(const Matrix& m, const std::byte* data, const std::byte* ahead, std::byte* out) {
-    const typename F::Tables tables(m);
-    const std::int64_t full = m.columns / kBlock;
-    __m512i w[4];
-    const auto store = [&] {
-        for (int j = 0; j < 4; ++j) {
-            _mm512_store_si512(out + 64 * j, w[j]);
-        }
-        out += 2 * kBlock;
-    };
-    for (std::int64_t block = 0; block < full; ++block) {
-        for (std::int64_t at = 0; at < F::kBlockBytes; at += 64) {
-            _mm_prefetch(reinterpret_cast<const char*>(ahead + at), _MM_HINT_T1);
-        }
-        ahead += F::kBlockBytes;
-        F::load(tables, data, w);
-        store();
-        data += F::kBlockBytes;
-    }
-    if (full * kBlock < m.columns) {
-        alignas(64) std::byte padded[F::kBlockBytes];
-        copy_tail<F>(m, data, padded);
-        F::load(tables, padded, w);
-        store();
-    }
-}
-
-template <class F, int kRows, int kTokens>
-void multiply_expanded(const Product& p, std::int64_t first_token, const typename F::Row* rows,
-                       const std::byte* const* data, std::int64_t row) {
-    const Matrix& m = *p.matrix;
-    const float* sums[kTokens];
-    for (int t = 0; t < kTokens; ++t) {
-        sums[t] = sums_of(m, p.tokens[first_token + t]);
-    }
-    multiply_tile<Expanded<F>, kRows, kTokens>(typename Expanded<F>::Tables(m), m, rows, data,
-                                               nullptr, p.tokens + first_token, sums,
-                                               p.outputs + first_token, row - p.row_begin);
-}
-
-template <class F>
-using ExpandedFunction = void (*)(const Product&, std::int64_t, const typename F::Row*,
-                                  const std::byte* const*, std::int64_t);
-
-template <class F, int kRows, int... kTokens>
-constexpr ExpandedFunction<F> expanded_function(std::int64_t num_tokens,
-                                                std::integer_sequence<int, kTokens...>) {
-    constexpr ExpandedFunction<F> functions[] = {&multiply_expanded<F, kRows, kTokens + 1>...};
-    return functions[num_tokens - 1];
-}
-
-// More tokens than a tile has: rows are expanded once, two at a time, and stay in L1.
-template <class F>
-void multiply_several(const Product& p) {
-    const Matrix& m = *p.matrix;
-    const std::int64_t slab_bytes = blocks_of(m.columns) * (2 * kBlock);
-    auto* scratch = reinterpret_cast<float*>(p.scratch + 2 * slab_bytes);
-    constexpr std::make_integer_sequence<int, kMaxTokens> kAll;
-    for (std::int64_t row = p.row_begin; row < p.row_end; row += 2) {
-        const int num_rows = row + 1 < p.row_end ? 2 : 1;
-        typename F::Row rows[2];
-        const std::byte* data[2];
-        for (int r = 0; r < num_rows; ++r) {
-            rows[r] = typename F::Row(m, row + r, scratch + r * row_scratch<F>(m));
-            std::byte* slab = p.scratch + r * slab_bytes;
-            expand_row<F>(m, rows[r].data, ahead_of(p, rows[r].data, packed_bytes_of<F>(m)), slab);
-            data[r] = slab;
-        }
-        for (std::int64_t t = 0; t < p.num_tokens; t += kMaxTokens) {
-            const std::int64_t n = p.num_tokens - t < kMaxTokens ? p.num_tokens - t : kMaxTokens;
-            const auto run =
-                num_rows == 2 ? expanded_function<F, 2>(n, kAll) : expanded_function<F, 1>(n, kAll);
-            run(p, t, rows, data, row);
-        }
-    }
-}
-
-template <class F>
-std::int64_t scratch_bytes_of(const Matrix& m) {
-    return kMaxRows * row_scratch<F>(m) * 4 + 2 * blocks_of(m.columns) * (2 * kBlock);
+    run(p, begin, even);
+    rows_function<F, 1>(n, kAll)(p, even, end);
 }
 
 // Tokens whose activations stay in L2 while the rows of a task go by.
@@ -320,19 +219,37 @@ inline std::int64_t tokens_per_pass(const Matrix& m) {
     return fitting < kMaxTokens ? kMaxTokens : fitting;
 }
 
+inline Product with_tokens(const Product& p, std::int64_t first, std::int64_t most) {
+    Product part = p;
+    part.tokens += first;
+    part.outputs += first;
+    part.num_tokens = p.num_tokens - first < most ? p.num_tokens - first : most;
+    return part;
+}
+
+// With more tokens than a tile has, a few rows stay in L1 while the tiles go by. (Expanding them
+// anew for each is faster than to write them out as BF16: measured 77 against 59 GMAC/s.)
 template <class F>
 void multiply_format(const Product& p) {
     if (p.num_tokens <= kMaxTokens) {
-        return multiply_few<F>(p);
+        return multiply_few<F>(p, p.row_begin, p.row_end);
     }
+    constexpr std::int64_t kRows = 4;
     const std::int64_t pass = tokens_per_pass(*p.matrix);
-    for (std::int64_t t = 0; t < p.num_tokens; t += pass) {
-        Product part = p;
-        part.tokens += t;
-        part.outputs += t;
-        part.num_tokens = p.num_tokens - t < pass ? p.num_tokens - t : pass;
-        multiply_several<F>(part);
+    for (std::int64_t first = 0; first < p.num_tokens; first += pass) {
+        const Product in_pass = with_tokens(p, first, pass);
+        for (std::int64_t row = p.row_begin; row < p.row_end; row += kRows) {
+            const std::int64_t end = row + kRows < p.row_end ? row + kRows : p.row_end;
+            for (std::int64_t t = 0; t < in_pass.num_tokens; t += kMaxTokens) {
+                multiply_few<F>(with_tokens(in_pass, t, kMaxTokens), row, end);
+            }
+        }
     }
+}
+
+template <class F>
+std::int64_t scratch_bytes_of(const Matrix& m) {
+    return kMaxRows * row_scratch<F>(m) * 4;
 }
 
 }  // namespace

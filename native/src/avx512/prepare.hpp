@@ -1,7 +1,7 @@
 // Activations: FP32 rounded to BF16 and laid out in the order that a format's weights expand to.
 //
-// A prepared token is BF16 [columns rounded up to 128], and for INT4 FP32 sums [16 per 128 columns]
-// of the columns that meet in each lane of a vector of products, as Int4::start wants them.
+// A prepared token is BF16 [columns rounded up to 128], and for matrices with zeros FP32 sums
+// [16 per 128 columns] of the columns that meet in each lane of a vector of products.
 #pragma once
 
 #include "formats.hpp"
@@ -9,7 +9,7 @@
 namespace headwater::avx512 {
 namespace {
 
-inline bool has_sums(const Matrix& m) { return m.format == Format::kInt4; }
+inline bool has_sums(const Matrix& m) { return m.zeros != nullptr; }
 
 inline std::int64_t token_bytes(const Matrix& m) {
     const std::int64_t blocks = blocks_of(m.columns);
@@ -70,8 +70,7 @@ inline void prepare_token(const Matrix& m, const float* x, std::byte* out) {
             for (int j = 0; j < 4; ++j) {
                 sum = _mm512_dpbf16_ps(sum, ones, as_bf16(ordered[j]));
             }
-            const __m512 factor = _mm512_set1_ps(m.zeros == nullptr ? -136.0f : 1.0f);
-            _mm512_store_ps(sums + 16 * block, _mm512_mul_ps(factor, sum));
+            _mm512_store_ps(sums + 16 * block, sum);
         }
     }
 }
