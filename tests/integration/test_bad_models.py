@@ -58,8 +58,8 @@ def drop_tokenizer(folder: Path) -> None:
     [
         pytest.param(truncate, ["model.safetensors", "bytes"], id="truncated"),
         pytest.param(
-            change_tensor(GATE, torch.zeros(4, 64, dtype=torch.float16)),
-            ["model.safetensors", GATE, "F16", "BF16"],
+            change_tensor(GATE, torch.zeros(4, 64, dtype=torch.float64)),
+            ["model.safetensors", GATE, "F64", "BF16"],
             id="dtype",
         ),
         pytest.param(
