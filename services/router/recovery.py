@@ -32,7 +32,6 @@ class Recovery:
         self._seconds = seconds
         self._deadline = deadline
         self._lost_at: float | None = None
-        self.num_losses = 0
 
     def progressed(self) -> None:
         """The request got on: the next loss has the whole time again."""
@@ -47,7 +46,6 @@ class Recovery:
             limit = min(limit, self._deadline)
         if now >= limit:
             raise lost
-        self.num_losses += 1
         logger.warning("request %s waits to go on: %s", self._request_id, lost)
         await asyncio.sleep(_SETTLE_SECONDS)
         while not all(engine.is_serving for engine in self._engines):

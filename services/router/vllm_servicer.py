@@ -153,7 +153,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Stays open without an event: there is no prefix cache whose changes could be told."""
+        """Stays open without an event: changes of the prefix cache are not told yet."""
         # The gateway takes a stream without headers for a worker that hangs.
         await context.send_initial_metadata(())
         await self._stopping.wait()
@@ -172,7 +172,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> common_pb2.FlushCacheResponse:
         """Not offered."""
         await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "FlushCache: there is no prefix cache to flush"
+            grpc.StatusCode.UNIMPLEMENTED, "FlushCache: the prefix cache is not flushed on request"
         )
 
     async def StartProfile(
