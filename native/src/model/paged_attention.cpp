@@ -13,6 +13,8 @@ namespace headwater {
 namespace {
 
 constexpr std::int64_t kTilesPerThread = 8;
+constexpr std::int64_t kUnitsPerThread = 2;
+constexpr std::int64_t kFewHeads = 8;
 // Bounds the memory for results of splits: they are merged whenever so many floats are full.
 constexpr std::int64_t kMaxPartialFloats = 4 << 20;
 
@@ -79,9 +81,29 @@ class Call {
         return batch_.spans()[static_cast<std::size_t>(tile.span)];
     }
 
+    // As many as fit in a tile, for they share the work on the keys; but fewer where there would
+    // not be enough units for all threads. Rows do not depend on each other, so this changes no
+    // bit.
+    std::int64_t choose_heads_per_tile(std::int64_t end_row) const {
+        std::int64_t query_splits = 0;
+        for (const SequenceSpan& span : batch_.spans()) {
+            const std::int64_t num_queries = std::min(end_row, span.first_row + span.num_new) -
+                                             std::max(first_row_, span.first_row);
+            query_splits += std::max<std::int64_t>(num_queries, 0) *
+                            ceil_div(span.start + span.num_new, kSplitTokens);
+        }
+        const std::int64_t wanted = kUnitsPerThread * compute_.pool->num_threads();
+        std::int64_t heads = std::min(group_, kMaxTileRows);
+        while (heads > kFewHeads &&
+               query_splits * shape_.num_kv_heads * ceil_div(group_, heads) < wanted) {
+            heads = ceil_div(heads, 2);
+        }
+        return heads;
+    }
+
     void cut_tiles(std::int64_t end_row) {
         tiles_.clear();
-        const std::int64_t heads_per_tile = std::min(group_, kMaxTileRows);
+        const std::int64_t heads_per_tile = choose_heads_per_tile(end_row);
         const std::int64_t queries_per_tile = kMaxTileRows / heads_per_tile;
         std::int64_t num_rows = 0;
         for (std::size_t s = 0; s < batch_.spans().size(); ++s) {

@@ -13,10 +13,12 @@ namespace {
 // Tokens that share a row's expansion.
 constexpr int kTokens = 4;
 
-// A row of each format: `load` gives lanes [column, column + lanes) or the first n of them.
+// A row of each format: `load` gives lanes [column, column + lanes) or the first n of them, `at`
+// says where a column lies.
 template <typename Floats>
 struct F32Row {
     F32Row(const FloatMatrix& m, std::int64_t row) : data(m.floats + row * m.columns) {}
+    const void* at(std::int64_t column) const { return data + column; }
     Floats load(std::int64_t column) const { return Floats::load(data + column); }
     Floats load(std::int64_t column, std::int64_t n) const {
         return Floats::load(data + column, n);
@@ -28,6 +30,7 @@ template <typename Floats>
 struct Bf16Row {
     Bf16Row(const FloatMatrix& m, std::int64_t row)
         : data(reinterpret_cast<const std::uint16_t*>(m.stored.data + row * m.stored.row_bytes)) {}
+    const void* at(std::int64_t column) const { return data + column; }
     Floats load(std::int64_t column) const { return Floats::load_bf16(data + column); }
     Floats load(std::int64_t column, std::int64_t n) const {
         return Floats::load_bf16(data + column, n);
@@ -41,6 +44,7 @@ struct Fp8Row {
         : data(reinterpret_cast<const std::uint8_t*>(m.stored.data + row * m.stored.row_bytes)),
           scales(reinterpret_cast<const float*>(m.stored.scales +
                                                 row / kFp8Block * m.stored.scale_row_bytes)) {}
+    const void* at(std::int64_t column) const { return data + column; }
     Floats load(std::int64_t column) const {
         return Floats::load_fp8(data + column) * scale(column);
     }
@@ -65,6 +69,7 @@ struct Int4Row {
           zeros(m.stored.zeros == nullptr ? nullptr
                                           : m.stored.zeros + row * m.stored.zero_row_bytes),
           group_shift(__builtin_ctzll(static_cast<unsigned long long>(m.stored.group))) {}
+    const void* at(std::int64_t column) const { return data + column / 2; }
     Floats load(std::int64_t column) const {
         return value(Floats::load_nibbles(data + column / 2), column);
     }
@@ -92,6 +97,7 @@ struct Mxfp4Row {
         : data(reinterpret_cast<const std::uint8_t*>(m.stored.data + row * m.stored.row_bytes)),
           scales(reinterpret_cast<const std::uint8_t*>(m.stored.scales +
                                                        row * m.stored.scale_row_bytes)) {}
+    const void* at(std::int64_t column) const { return data + column / 2; }
     Floats load(std::int64_t column) const {
         return Floats::load_e2m1(data + column / 2) * scale(column);
     }
@@ -185,6 +191,18 @@ void multiply_any(const FloatProduct& p) {
     });
 }
 
+// Asks for the row that lies kAheadBytes behind this one, to be in L2 when it is used: reading some
+// columns of each row, the hardware does not foresee the rest.
+template <typename Row>
+inline void prefetch_behind(const Row& row, std::int64_t columns) {
+    constexpr std::int64_t kLine = 64;
+    constexpr std::int64_t kAheadBytes = 8 << 10;
+    const auto* end = static_cast<const char*>(row.at(columns)) + kAheadBytes;
+    for (const auto* p = static_cast<const char*>(row.at(0)) + kAheadBytes; p < end; p += kLine) {
+        __builtin_prefetch(p, 0, 2);
+    }
+}
+
 // Columns [column, column + width) of the outputs, `Vectors` vectors, the last of which may be cut.
 template <typename Floats, typename Row, int Tokens, int Vectors>
 void add_rows(const FloatProduct& p, std::int64_t first_token, std::int64_t column,
@@ -201,6 +219,9 @@ void add_rows(const FloatProduct& p, std::int64_t first_token, std::int64_t colu
     const std::int64_t tail = width - kLast;
     for (std::int64_t r = p.row_begin; r < p.row_end; ++r) {
         const Row row(*p.matrix, r);
+        if (column == 0 && first_token == 0) {
+            prefetch_behind(row, p.matrix->columns);
+        }
         Floats weights[Vectors];
 #pragma GCC unroll 8
         for (int j = 0; j + 1 < Vectors; ++j) {
@@ -228,21 +249,31 @@ void add_rows(const FloatProduct& p, std::int64_t first_token, std::int64_t colu
     }
 }
 
+// All columns for pieces of at most `MaxTokens` tokens, `MaxVectors` vectors of columns at a time.
+template <typename Floats, typename Row, int MaxTokens, int MaxVectors>
+void add_rows_in_pieces(const FloatProduct& p) {
+    constexpr std::int64_t kWidth = MaxVectors * Floats::kLanes;
+    for (std::int64_t column = 0; column < p.matrix->columns; column += kWidth) {
+        const std::int64_t width = smaller(p.matrix->columns - column, kWidth);
+        for_pieces(p.num_tokens, MaxTokens, [&](std::int64_t first, std::int64_t count) {
+            with_constant<MaxTokens>(count, [&]<int Tokens>() {
+                with_constant<MaxVectors>(
+                    (width + Floats::kLanes - 1) / Floats::kLanes, [&]<int Vectors>() {
+                        add_rows<Floats, Row, Tokens, Vectors>(p, first, column, width);
+                    });
+            });
+        });
+    }
+}
+
 template <typename Floats>
 void multiply_any_transposed(const FloatProduct& p) {
-    constexpr int kVectors = 4;
-    constexpr std::int64_t kWidth = kVectors * Floats::kLanes;
     with_row_type<Floats>(*p.matrix, [&]<typename Row>() {
-        for (std::int64_t column = 0; column < p.matrix->columns; column += kWidth) {
-            const std::int64_t width = smaller(p.matrix->columns - column, kWidth);
-            for_pieces(p.num_tokens, kTokens, [&](std::int64_t first, std::int64_t count) {
-                with_constant<kTokens>(count, [&]<int Tokens>() {
-                    with_constant<kVectors>(
-                        (width + Floats::kLanes - 1) / Floats::kLanes, [&]<int Vectors>() {
-                            add_rows<Floats, Row, Tokens, Vectors>(p, first, column, width);
-                        });
-                });
-            });
+        // Few tokens leave registers for longer runs of memory.
+        if (p.num_tokens <= 2) {
+            add_rows_in_pieces<Floats, Row, 2, Floats::kLanes / 2>(p);
+        } else {
+            add_rows_in_pieces<Floats, Row, kTokens, 4>(p);
         }
     });
 }
