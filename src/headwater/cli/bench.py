@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwater.cli.bench_output import write_figures
 from headwater.cli.table import print_table
 
 if TYPE_CHECKING:
@@ -38,9 +37,7 @@ def bench(arguments: argparse.Namespace, config: Config) -> int:
     for row in _measure(arguments, config):
         rows.append(row)
         print(f"{row['what']} {row['format']} batch {row['batch']}: done", file=sys.stderr)
-    if arguments.json:
-        origin = {"command": " ".join(sys.argv), "machine": _machine()}
-        Path(arguments.json).write_text(json.dumps(origin | {"figures": rows}, indent=2) + "\n")
+    write_figures(arguments.json, rows)
     if arguments.plot:
         from headwater.bench.plot import plot_roofline
 
@@ -76,14 +73,3 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{value:.3g}" if isinstance(value := row[name], float) else str(value) for name in _COLUMNS
     ]
-
-
-def _machine() -> dict[str, object]:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "cpu": names[0] if names else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory, 1),
-    }

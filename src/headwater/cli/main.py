@@ -12,6 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from headwater.cli.bench_arguments import add_bench_subjects
 from headwater.config import load_config
 from headwater.errors import HeadwaterError
 
@@ -91,15 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="system message")
     _add_sampling(chat)
 
-    bench = command("bench", "bench", "bench", "measure kernels and models against this machine")
-    bench.add_argument("subject", choices=("kernels", "moe", "decode", "prefill"))
-    bench.add_argument("--shape", default="deepseek-v3", help="of moe; default deepseek-v3")
-    bench.add_argument("--format", nargs="+", choices=_FORMATS, default=["fp8"])
-    bench.add_argument("--batch", nargs="+", type=int, default=[1], help="tokens at once")
-    bench.add_argument("--threads", type=int, help="default: one per usable core")
-    bench.add_argument("--experts", type=int, default=16, help="resident experts of moe")
-    bench.add_argument("--json", metavar="FILE", help="write the figures to a file")
-    bench.add_argument("--plot", metavar="FILE", help="write a picture, PNG or SVG")
+    bench = commands.add_parser("bench", help="measure kernels, models and running stacks")
+    add_bench_subjects(bench, settings=settings, formats=_FORMATS)
 
     shm = command("shm", "shm", "shm", "list or clean shared-memory segments")
     shm.add_argument("action", choices=("ls", "reap"))
