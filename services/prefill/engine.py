@@ -1,11 +1,12 @@
-"""The prefill engine: one thread that computes prompts, first come first served.
+"""The prefill engine: one thread that computes prompts, pass by pass over the weights.
 
-Writes KV into the job's leased blocks layer by layer and leaves the last position's hidden state
+Writes KV into the jobs' leased blocks layer by layer and leaves each last position's hidden state
 in the lease's slot. It never samples, and it knows nothing of gRPC.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -14,19 +15,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headwater.calibration import calibrate
+from headwater.costs import CostMeter, PassCosts
 from headwater.errors import (
     CancelledError,
     HeadwaterError,
     InternalError,
     ResourceError,
+    SegmentError,
     UnavailableError,
 )
-from headwater.model.batch import Batch, SequenceChunk
-from headwater.services.prefill.job import PrefillDone, PrefillProgress
+from headwater.services.prefill.job import PrefillDone
+from headwater.services.prefill.pack import Pack
+from headwater.services.prefill.scheduler import PrefillScheduler
 from headwater.telemetry.rate import RateMeter
 
 if TYPE_CHECKING:
+    from headwater.model.interface import Model
     from headwater.services.prefill.job import PrefillJob
+    from headwater.services.prefill.scheduler import Share
 
 logger = logging.getLogger(__name__)
 
@@ -35,31 +42,51 @@ class PrefillEngine:
     """`submit` may be called from any thread; a job is cancelled by setting its event."""
 
     def __init__(self, *, chunk_tokens: int, max_waiting: int) -> None:
-        self._chunk_tokens = chunk_tokens
         self._max_waiting = max_waiting
+        self._scheduler = PrefillScheduler(chunk_tokens)
+        self._meter = CostMeter(chunk_tokens)
         self._inbox: queue.SimpleQueue[PrefillJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="prefill-engine", daemon=True)
+        self._lock = threading.Lock()
         self._is_stopping = False
-        self.num_running = 0
+        self._to_calibrate: Model | None = None
+        self.num_pending_tokens = 0
+        self.num_passes = 0
         self.computed = RateMeter()
+
+    @property
+    def num_running(self) -> int:
+        """Jobs begun and not done."""
+        return self._scheduler.num_running
 
     @property
     def num_waiting(self) -> int:
         """Jobs not begun."""
-        return self._inbox.qsize()
+        return self._inbox.qsize() + len(self._scheduler.jobs) - self._scheduler.num_running
+
+    @property
+    def costs(self) -> PassCosts:
+        """What passes take."""
+        return self._meter.costs
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
+    def calibrate(self, model: Model) -> None:
+        """Measures `model`, unless there is real work to measure it by."""
+        self._to_calibrate = model
+        self._inbox.put(None)
+
     def submit(self, job: PrefillJob) -> None:
         """Queues a job. Raises ResourceError when too many wait."""
-        if self._inbox.qsize() >= self._max_waiting:
+        if self.num_waiting >= self._max_waiting:
             raise ResourceError(
                 f"{self._max_waiting} prompts wait for prefill already; try again later or raise "
                 "prefill.max_waiting"
             )
         job.submitted_at = time.monotonic()
+        self._count_pending(job.num_pending)
         self._inbox.put(job)
 
     def stop(self) -> None:
@@ -70,55 +97,119 @@ class PrefillEngine:
 
     def _run(self) -> None:
         with torch.inference_mode():
-            while (job := self._inbox.get()) is not None:
-                self.num_running = 1
-                job.emit(self._outcome(job))
-                self.num_running = 0
+            while not self._is_stopping:
+                self._receive()
+                for job in list(self._scheduler.jobs):
+                    self._end_if_over(job)
+                if shares := self._scheduler.plan():
+                    self._pass(shares)
+        while not self._inbox.empty():
+            self._receive()
+        for job in list(self._scheduler.jobs):
+            self._end(job, UnavailableError("the prefill process is stopping; try again"))
 
-    def _outcome(self, job: PrefillJob) -> PrefillDone | HeadwaterError:
-        try:
-            return self._compute(job)
-        except HeadwaterError as error:
-            return error
-        except Exception as failure:
-            logger.exception("prefill of request %s failed", job.request_id)
-            return InternalError(f"prefill failed by a fault of ours: {failure!r}")
+    def _receive(self) -> None:
+        """Takes new jobs; sleeps while there is nothing to do."""
+        must_wait = not (self._scheduler.jobs or self._is_stopping)
+        while must_wait or not self._inbox.empty():
+            job = self._inbox.get()
+            must_wait = False
+            if job is not None:
+                self._scheduler.add(job)
+        if self._to_calibrate is not None and not self._scheduler.jobs:
+            model, self._to_calibrate = self._to_calibrate, None
+            calibrate(model, self._meter, self._has_work)
 
-    def _compute(self, job: PrefillJob) -> PrefillDone:
+    def _has_work(self) -> bool:
+        return self._is_stopping or not self._inbox.empty()
+
+    def _pass(self, shares: list[Share]) -> None:
+        """Computes `shares` through all layers; each job ends by itself, whatever others do."""
+        shares = [share for share in shares if self._begin(share.job)]
+        if not shares:
+            return
         began_at = time.monotonic()
-        first = job.lease.cached_tokens
-        with job.writer.writing(job.lease):
-            for start in range(first, len(job.token_ids), self._chunk_tokens):
-                hidden = self._compute_chunk(job, start)
-            job.writer.memory.hidden[job.lease.slot] = hidden[-1]
-            job.writer.complete(job.lease)
-        num_computed = len(job.token_ids) - first
-        self.computed.add(num_computed)
-        return PrefillDone(
-            computed_tokens=num_computed,
-            queue_seconds=began_at - job.submitted_at,
-            compute_seconds=time.monotonic() - began_at,
-        )
+        try:
+            pack = Pack(shares)
+            for layer in range(pack.num_layers):
+                for share in list(pack.shares):
+                    if self._end_if_over(share.job):
+                        pack.drop(share.job)
+                if not pack.shares:
+                    return
+                pack.forward_layer(layer)
+                for share in pack.shares:
+                    share.job.emit(share.job.progress(share.num_tokens * (layer + 1)))
+            self._commit(pack)
+        except HeadwaterError as error:
+            self._end_all(shares, error)
+            return
+        except Exception as failure:
+            logger.exception("a prefill pass of %d prompts failed", len(shares))
+            self._end_all(shares, InternalError(f"prefill failed by a fault of ours: {failure!r}"))
+            return
+        if len(pack.shares) == len(shares):
+            self._meter.observe(pack.num_tokens, time.monotonic() - began_at)
 
-    def _compute_chunk(self, job: PrefillJob, start: int) -> torch.Tensor:
-        """All layers for tokens [start, start + chunk_tokens); returns hidden [tokens, hidden]."""
-        layout = job.lease.layout
-        token_ids = job.token_ids[start : start + self._chunk_tokens]
-        batch = Batch.build(
-            [SequenceChunk(token_ids, start, job.lease.block_ids)], layout.block_tokens
-        )
-        total = (len(job.token_ids) - job.lease.cached_tokens) * layout.num_layers
-        before = (start - job.lease.cached_tokens) * layout.num_layers
-        hidden = job.model.embed(batch.token_ids)
-        for layer in range(layout.num_layers):
-            self._check_going_on(job)
-            hidden = job.model.forward_layer(layer, hidden, batch, job.writer.memory.pages)
-            job.emit(PrefillProgress(before + len(token_ids) * (layer + 1), total))
-        return hidden
+    def _commit(self, pack: Pack) -> None:
+        """Notes what a pass computed, and ends the jobs that are done."""
+        self.num_passes += 1
+        self.computed.add(pack.num_tokens)
+        for share in pack.shares:
+            job = share.job
+            job.num_computed += share.num_tokens
+            self._count_pending(-share.num_tokens)
+            if job.num_pending == 0:
+                pack.leave_hidden(job)
+                job.writer.complete(job.lease)
+                self._end(job, _done(job))
 
-    def _check_going_on(self, job: PrefillJob) -> None:
-        if job.cancelled.is_set():
-            raise CancelledError(f"prefill of request {job.request_id} was cancelled")
-        if self._is_stopping:
-            raise UnavailableError("the prefill process is stopping; try again")
-        job.writer.check(job.lease)
+    def _begin(self, job: PrefillJob) -> bool:
+        """Takes the slot's writer lock at the job's first pass; False when that ended the job."""
+        if job.began_at is None:
+            try:
+                job.held.enter_context(job.writer.writing(job.lease))
+            except HeadwaterError as error:
+                self._end(job, error)
+                return False
+            job.began_at = time.monotonic()
+        return True
+
+    def _end_if_over(self, job: PrefillJob) -> bool:
+        """Ends a job that need not go on; cheap enough to call between layers."""
+        try:
+            if job.cancelled.is_set():
+                raise CancelledError(f"prefill of request {job.request_id} was cancelled")
+            if self._is_stopping:
+                raise UnavailableError("the prefill process is stopping; try again")
+            job.writer.check(job.lease)
+        except HeadwaterError as error:
+            self._end(job, error)
+            return True
+        return False
+
+    def _end_all(self, shares: list[Share], error: HeadwaterError) -> None:
+        for share in shares:
+            if share.job in self._scheduler.jobs:
+                self._end(share.job, error)
+
+    def _end(self, job: PrefillJob, last: PrefillDone | HeadwaterError) -> None:
+        self._scheduler.finish(job)
+        self._count_pending(-job.num_pending)
+        # A pool that was detached meanwhile has let go of its locks already.
+        with contextlib.suppress(SegmentError):
+            job.held.close()
+        job.emit(last)
+
+    def _count_pending(self, num_tokens: int) -> None:
+        with self._lock:
+            self.num_pending_tokens += num_tokens
+
+
+def _done(job: PrefillJob) -> PrefillDone:
+    began_at = job.began_at or job.submitted_at
+    return PrefillDone(
+        computed_tokens=len(job.token_ids) - job.lease.cached_tokens,
+        queue_seconds=began_at - job.submitted_at,
+        compute_seconds=time.monotonic() - began_at,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,13 @@ class PrefillDone:
     compute_seconds: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PrefillJob:
     """A prompt, the lease to fill, and the model and the pool to do it with.
 
-    `emit` is called from the engine's thread, last with PrefillDone or an error.
+    `emit` is called from the engine's thread, last with PrefillDone or an error. The KV of the
+    first `num_computed` tokens lies in the lease's blocks. `held` holds the slot's writer lock from
+    the first pass on. `submitted_at` and `began_at` are time.monotonic() values.
     """
 
     request_id: str
@@ -45,5 +48,23 @@ class PrefillJob:
     model: Model
     writer: KvWriter
     emit: Callable[[PrefillProgress | PrefillDone | HeadwaterError], None]
+    priority: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
+    held: ExitStack = field(default_factory=ExitStack)
+    num_computed: int = 0
     submitted_at: float = 0.0
+    began_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_computed = self.lease.cached_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is not computed."""
+        return len(self.token_ids) - self.num_computed
+
+    def progress(self, done_token_layers: int) -> PrefillProgress:
+        """Progress after `done_token_layers` of the pass under way."""
+        layers, cached = self.lease.layout.num_layers, self.lease.cached_tokens
+        before = (self.num_computed - cached) * layers
+        return PrefillProgress(before + done_token_layers, (len(self.token_ids) - cached) * layers)

@@ -41,6 +41,7 @@ async def run(config: Config) -> None:
         lambda: {
             "headwater.prefill.running_requests": engine.num_running,
             "headwater.prefill.waiting_requests": engine.num_waiting,
+            "headwater.prefill.pending_tokens": engine.num_pending_tokens,
             "headwater.prefill.prompt_tokens_per_second": engine.computed.per_second(),
         }
     )
@@ -50,6 +51,8 @@ async def run(config: Config) -> None:
         await asyncio.wait((attaching, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             await attaching
+            assert attachment.model is not None, "the weights are attached"
+            engine.calibrate(attachment.model)
             await server.set_ready(True)
             await stopping
     finally:

@@ -14,6 +14,7 @@ from headwater.services.prefill.job import PrefillDone, PrefillJob, PrefillProgr
 from headwater.telemetry.tracing import span
 from headwater.v1 import prefill_service_pb2 as pb
 from headwater.v1 import prefill_service_pb2_grpc
+from headwater.wire.costs import pass_costs_to_pb
 from headwater.wire.kv import kv_lease_from_pb, segment_handle_to_pb
 
 if TYPE_CHECKING:
@@ -44,7 +45,15 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         model, writer = await self._attachment.writer_for(lease)
         token_ids = self._checked_prompt(request, lease)
         bridge: EventBridge[PrefillProgress | PrefillDone] = EventBridge()
-        job = PrefillJob(request.request_id, token_ids, lease, model, writer, bridge.emit)
+        job = PrefillJob(
+            request.request_id,
+            token_ids,
+            lease,
+            model,
+            writer,
+            bridge.emit,
+            priority=request.priority,
+        )
         attributes: dict[str, str | int] = {
             "headwater.request_id": request.request_id,
             "headwater.prompt_tokens": len(token_ids),
@@ -71,6 +80,9 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             waiting_requests=self._engine.num_waiting,
             prompt_tokens=self._engine.computed.total,
             tokens_per_second=self._engine.computed.per_second(),
+            costs=pass_costs_to_pb(self._engine.costs),
+            pending_tokens=self._engine.num_pending_tokens,
+            passes=self._engine.num_passes,
         )
         if self._attachment.store is not None:
             status.weights.CopyFrom(segment_handle_to_pb(self._attachment.store.handle))
