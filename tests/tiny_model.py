@@ -24,10 +24,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path, seed: int = 0) -> Path:
+def write_tiny_model(folder: Path, seed: int = 0, context: int = CONTEXT) -> Path:
     """Writes config, weights and tokenizer into `folder`; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_config()))
+    (folder / "config.json").write_text(json.dumps(_config(context)))
     save_file(_weights(seed), folder / "model.safetensors")
     _tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
@@ -36,7 +36,7 @@ def write_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def _config() -> dict[str, object]:
+def _config(context: int) -> dict[str, object]:
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -49,7 +49,7 @@ def _config() -> dict[str, object]:
         "num_local_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
         "vocab_size": VOCAB,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

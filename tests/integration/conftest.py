@@ -8,10 +8,17 @@ import pytest
 
 from tests.conftest import unique_prefix
 from tests.integration.stack import Stack
+from tests.tiny_model import write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def roomy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a context of 4096 tokens."""
+    return write_tiny_model(tmp_path_factory.mktemp("roomy-model"), context=4096)
 
 
 @pytest.fixture

@@ -53,6 +53,10 @@ class Stack:
             *settings,
         ]
 
+    def override(self, *settings: str) -> None:
+        """Adds settings for the processes started from now on; later ones win."""
+        self._settings += settings
+
     def start(self, *names: str) -> None:
         """Starts the named processes, all if none is named, and waits until they serve."""
         for name in names or tuple(SERVICES):

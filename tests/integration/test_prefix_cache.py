@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import grpc
-import pytest
 
 from headwater.client import Client
 from headwater.generation import SamplingParams, Usage
 from headwater.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from tests.integration.test_generate import collect, make_prompt, wait_until_idle
-from tests.tiny_model import write_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,16 +18,6 @@ if TYPE_CHECKING:
     from tests.integration.stack import Stack
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0)
-
-
-@pytest.fixture
-def long_model(tmp_path: Path) -> Path:
-    """The tiny model with room for a long prompt."""
-    folder = write_tiny_model(tmp_path / "long-model")
-    config = json.loads((folder / "config.json").read_text())
-    config["max_position_embeddings"] = 4096
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def computed_by_prefill(stack: Stack) -> int:
@@ -42,10 +29,10 @@ def computed_by_prefill(stack: Stack) -> int:
 
 
 async def test_a_shared_beginning_is_computed_once(
-    make_stack: Callable[..., Stack], long_model: Path
+    make_stack: Callable[..., Stack], roomy_model: Path
 ) -> None:
     """Across requests, and across a restart of the prefill process, for decode owns the pool."""
-    stack = make_stack("kv.pool_tokens=8192", model=long_model)
+    stack = make_stack("kv.pool_tokens=8192", model=roomy_model)
     stack.start()
     shared = make_prompt(2000)
     # Long enough that the rest, too, is worth the prefill process.
