@@ -70,7 +70,7 @@ class Preparation:
     async def admitted(self) -> Lease:
         """Waits for a place and for KV blocks; the caller leaves the admission at the end."""
         with span("router.queue"):
-            return await self.admission.enter(self._reserve_prompt, self.deadline)
+            return await self.admission.enter(self._reserve_prompt_at_last, self.deadline)
 
     async def first(self, lease: Lease) -> AsyncGenerator[float | Lease, None]:
         """Yields the share of the prompt done, in [0, 1], and at last the prefilled lease."""
@@ -151,6 +151,17 @@ class Preparation:
         finally:
             if not is_done:
                 self.give_back(lease)
+
+    async def _reserve_prompt_at_last(self) -> Lease:
+        """Waits for a lost engine at the head of the line, since nobody else could do better."""
+        while True:
+            try:
+                lease = await self._reserve_prompt()
+            except UnavailableError as lost:
+                await self.recovery.wait(lost)
+            else:
+                self.recovery.progressed()
+                return lease
 
     async def _reserve_prompt(self) -> Lease:
         return await self._reserve(self.prompt, self.max_tokens)
