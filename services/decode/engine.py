@@ -8,13 +8,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import torch
 
+from headwater.calibration import PROMPT_SIZES, STEP_SIZES, calibrate
+from headwater.costs import CostMeter
 from headwater.errors import InternalError, UnavailableError
 from headwater.generation import FinishReason, TokenEvent
 from headwater.model.batch import Batch, SequenceChunk
+from headwater.services.decode.pace import Pace
 from headwater.services.decode.sampler import sample
 from headwater.services.decode.scheduler import Scheduler
 from headwater.telemetry.rate import RateMeter
@@ -22,12 +26,14 @@ from headwater.telemetry.rate import RateMeter
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from headwater.costs import PassCosts
     from headwater.errors import HeadwaterError
     from headwater.kv.memory import KvMemory
     from headwater.kv.pool import KvPool
     from headwater.model.interface import Model
     from headwater.services.decode.scheduler import Work
     from headwater.services.decode.sequence import Sequence
+    from headwater.services.decode.step_model import StepModel
 
 logger = logging.getLogger(__name__)
 
@@ -36,24 +42,41 @@ RETRY_SECONDS = 0.005
 
 
 class DecodeEngine:
-    """Runs sequences until they stop; `submit` may be called from any thread."""
+    """Runs sequences until they stop; `submit` may be called from any thread.
+
+    Prompts are computed by `prompt_model`, which gives the bits that prefill would give, and
+    answers by `model`, token by token or, after a preemption, many at once: within one model that
+    makes no difference. So it does not matter who computed a prompt, or how often.
+    """
 
     def __init__(
         self,
         model: Model,
+        prompt_model: Model,
         memory: KvMemory,
         pool: KvPool,
+        steps: StepModel,
         *,
         max_batch: int,
         extend_tokens: int,
     ) -> None:
         self._model = model
+        self._prompt_model = prompt_model
         self._memory = memory
         self._pool = pool
-        self._scheduler = Scheduler(pool, max_batch=max_batch, extend_tokens=extend_tokens)
+        self._steps = steps
+        self._max_batch = max_batch
+        self._extend_meter = CostMeter(extend_tokens)
+        self._scheduler = Scheduler(
+            pool,
+            Pace(steps, extend_tokens=extend_tokens),
+            self._extend_meter,
+            max_batch=max_batch,
+        )
         self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
         self._is_stopping = False
+        self._must_calibrate = False
         self.generated = RateMeter()
 
     @property
@@ -71,8 +94,31 @@ class DecodeEngine:
         """How often a sequence had to give its blocks back, since the start."""
         return self._scheduler.num_preemptions
 
-    def start(self) -> None:
-        """Starts the thread."""
+    @property
+    def extend_costs(self) -> PassCosts:
+        """What passes over prompt tokens take."""
+        return self._extend_meter.costs
+
+    @property
+    def num_extending_tokens(self) -> int:
+        """Prompt tokens to compute, of all sequences."""
+        return self._scheduler.num_extending_tokens
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step takes now, with one sequence more; zero when nothing is known."""
+        running = list(self._scheduler.running)
+        pace = self._scheduler.pace
+        return pace.step_seconds(running) if running else self._steps.seconds(1, 0)
+
+    @property
+    def batch_limit(self) -> int:
+        """Sequences that may run at once, as things are."""
+        return self._scheduler.pace.batch_limit(list(self._scheduler.running), self._max_batch)
+
+    def start(self, *, calibrates: bool = False) -> None:
+        """Starts the thread, which first measures the models while there is nothing to do."""
+        self._must_calibrate = calibrates
         self._thread.start()
 
     def submit(self, sequence: Sequence) -> None:
@@ -87,6 +133,8 @@ class DecodeEngine:
 
     def _run(self) -> None:
         with torch.inference_mode():
+            if self._must_calibrate:
+                self._calibrate()
             is_blocked = False
             while not self._is_stopping:
                 self._receive(is_blocked)
@@ -114,46 +162,60 @@ class DecodeEngine:
             must_wait = False
 
     def _step(self, work: list[Work]) -> None:
+        answers = [item for item in work if item.num_tokens and not item.is_prompt]
+        num_tokens = sum(item.num_tokens for item in answers)
+        context_tokens = sum(len(item.sequence.tokens) for item in answers)
         try:
-            ready, hidden = self._advance(work)
-            logits: Iterable[torch.Tensor] = self._model.logits(hidden) if ready else ()
+            states = self._extend([item for item in work if item.num_tokens and item.is_prompt])
+            began_at = time.monotonic()
+            states |= self._forward(answers, self._model)
+            ready = [item.sequence for item in work if item.gives_token]
+            for item in work:
+                item.sequence.computed(item.num_tokens, self._pool)
+            logits = self._logits(ready, states)
         except Exception as failure:
             logger.exception("a decode step of %d requests failed", len(work))
             self._fail_all(InternalError(f"a decode step failed by a fault of ours: {failure!r}"))
             return
         for sequence, scores in zip(ready, logits, strict=True):
             self._choose(sequence, scores)
+        if answers:
+            self._steps.observe(num_tokens, context_tokens, time.monotonic() - began_at)
 
-    def _advance(self, work: list[Work]) -> tuple[list[Sequence], torch.Tensor]:
-        """Computes the step's tokens.
+    def _extend(self, prompts: list[Work]) -> dict[int, torch.Tensor]:
+        """A pass over tokens of prompts; see `_forward`."""
+        began_at = time.monotonic()
+        states = self._forward(prompts, self._prompt_model)
+        if prompts:
+            num_tokens = sum(item.num_tokens for item in prompts)
+            self._extend_meter.observe(num_tokens, time.monotonic() - began_at)
+        return states
 
-        Returns the sequences that get a next token, and the hidden states [n, hidden] that give it.
-        A sequence's first one was left in its slot by prefill; the others come from its last token.
-        """
-        ready = [item.sequence for item in work if item.gives_token]
-        hidden = torch.empty(len(ready), self._memory.layout.hidden_size)
-        rows = {id(sequence): row for row, sequence in enumerate(ready)}
-        for sequence in ready:
-            if sequence.has_hidden:
-                hidden[rows[id(sequence)]] = self._memory.hidden[sequence.lease.slot]
-        computing = [item for item in work if item.num_tokens]
-        if computing:
-            batch = self._batch(computing)
-            state = self._model.forward(batch, self._memory.pages)
-            for item, last_row in zip(computing, batch.last_rows.tolist(), strict=True):
-                if item.gives_token:
-                    hidden[rows[id(item.sequence)]] = state[last_row]
-            for item in computing:
-                item.sequence.computed(item.num_tokens, self._pool)
-        return ready, hidden
-
-    def _batch(self, work: list[Work]) -> Batch:
+    def _forward(self, work: list[Work], model: Model) -> dict[int, torch.Tensor]:
+        """The hidden state [hidden] of each sequence's last token in `work`, by id()."""
+        if not work:
+            return {}
         chunks = []
         for item in work:
             start = item.sequence.num_computed
             token_ids = item.sequence.tokens[start : start + item.num_tokens]
             chunks.append(SequenceChunk(token_ids, start, item.sequence.block_ids))
-        return Batch.build(chunks, self._memory.layout.block_tokens)
+        batch = Batch.build(chunks, self._memory.layout.block_tokens)
+        rows = model.forward(batch, self._memory.pages)[batch.last_rows]
+        return {id(item.sequence): row for item, row in zip(work, rows, strict=True)}
+
+    def _logits(
+        self, ready: list[Sequence], states: dict[int, torch.Tensor]
+    ) -> Iterable[torch.Tensor]:
+        """Scores [vocabulary] for each sequence's next token.
+
+        A sequence's first one comes from what prefill left in its slot, if prefill computed it.
+        """
+        if not ready:
+            return ()
+        slots = self._memory.hidden
+        hidden = [slots[s.lease.slot] if s.has_hidden else states[id(s)] for s in ready]
+        return self._model.logits(torch.stack(hidden))
 
     def _choose(self, sequence: Sequence, scores: torch.Tensor) -> None:
         try:
@@ -167,6 +229,18 @@ class DecodeEngine:
             sequence.emit(event)
         else:
             self._end(sequence, event)
+
+    def _calibrate(self) -> None:
+        """Measures both models, until there is something to do."""
+
+        def observe_step(num_tokens: int, seconds: float) -> None:
+            self._steps.observe(num_tokens, 0, seconds)
+
+        def has_work() -> bool:
+            return not self._inbox.empty()
+
+        calibrate(self._model, STEP_SIZES, observe_step, has_work)
+        calibrate(self._prompt_model, PROMPT_SIZES, self._extend_meter.observe, has_work)
 
     def _drop_cancelled(self) -> None:
         for sequence in self._scheduler.cancelled():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headwater.errors import CheckpointError, UnavailableError
+from headwater.kernels import Mode
 from headwater.kernels.model import NativeTransformer
 from headwater.kv.layout import LAYOUT_VERSION
 from headwater.kv.memory import KvMemory
@@ -40,11 +41,15 @@ SWEEP_INTERVAL_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ReadyMemory:
-    """What there is when loading is done."""
+    """What there is when loading is done.
+
+    `model` computes answers; `prompt_model` computes prompts, with the bits that prefill gives.
+    """
 
     spec: ModelSpec
     weights: WeightsStore
     model: NativeTransformer
+    prompt_model: NativeTransformer
     pool: KvPool
     memory: KvMemory
     kv_segment: Segment
@@ -151,7 +156,8 @@ class MemoryOwner:
         return ReadyMemory(
             spec=spec,
             weights=weights,
-            model=NativeTransformer(spec, weights, self._workers),
+            model=NativeTransformer(spec, weights, self._workers, mode=Mode.DECODE),
+            prompt_model=NativeTransformer(spec, weights, self._workers, mode=Mode.PREFILL),
             pool=KvPool(segment, layout, ttl_ms=self._kv.lease_ttl_ms),
             memory=KvMemory(segment, layout),
             kv_segment=segment,

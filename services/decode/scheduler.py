@@ -1,9 +1,10 @@
 """Who runs in the next step, and on how many tokens.
 
-Continuous batching: every running sequence takes a token per step. Those that must first compute
-more (a short prompt, or all again after a preemption) share a bounded number of tokens per step,
-so that nobody's next token waits for somebody's prompt. When blocks run out, whoever would go last
-gives its blocks back and waits. Used from the engine's thread only.
+Continuous batching: every running sequence takes a token per step, as far as the wishes for time
+per token allow (see pace.py). Those that must first compute more (a short prompt, or all again
+after a preemption) share a bounded number of tokens per step, so that nobody's next token waits for
+somebody's prompt. When blocks run out, whoever would go last gives its blocks back and waits. Used
+from the engine's thread only.
 """
 
 from __future__ import annotations
@@ -11,17 +12,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headwater.token_shares import share_tokens
+
 if TYPE_CHECKING:
+    from headwater.costs import CostMeter
     from headwater.kv.pool import KvPool
+    from headwater.services.decode.pace import Pace
     from headwater.services.decode.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A sequence and how many of its pending tokens this step computes."""
+    """A sequence and how many of its pending tokens this step computes.
+
+    They are all of its prompt, or none of them is.
+    """
 
     sequence: Sequence
     num_tokens: int
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether the tokens are the prompt's."""
+        return self.sequence.is_in_prompt
 
     @property
     def gives_token(self) -> bool:
@@ -32,10 +45,13 @@ class Work:
 class Scheduler:
     """Keeps the sequences that run and those that wait, each in the order of who goes first."""
 
-    def __init__(self, pool: KvPool, *, max_batch: int, extend_tokens: int) -> None:
+    def __init__(
+        self, pool: KvPool, pace: Pace, extend_meter: CostMeter, *, max_batch: int
+    ) -> None:
+        self.pace = pace
         self._pool = pool
+        self._extend_meter = extend_meter
         self._max_batch = max_batch
-        self._extend_tokens = extend_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -53,26 +69,42 @@ class Scheduler:
         """Sequences whose caller has gone."""
         return [s for s in (*self.running, *self.waiting) if s.is_cancelled]
 
+    @property
+    def num_extending_tokens(self) -> int:
+        """Tokens that must be computed before those they belong to can go on."""
+        return sum(s.num_extending for s in (*self.running, *self.waiting))
+
     def plan(self) -> list[Work]:
         """The work of the next step; empty when nothing can run now."""
         self._admit()
+        counts = self._counts()
         work = []
-        extend_budget = self._extend_tokens
         for sequence in list(self.running):
-            if sequence not in self.running:
-                continue  # gave its blocks to one before it
-            count = 0 if sequence.has_hidden else min(sequence.num_pending, max(1, extend_budget))
-            is_extend = sequence.num_pending > 1 and not sequence.has_hidden
-            if is_extend and extend_budget <= 0:
-                continue
+            if sequence not in self.running or id(sequence) not in counts:
+                continue  # gave its blocks to one before it, or has no part in this step
+            count = counts[id(sequence)]
             if self._make_room(sequence, sequence.num_computed + count):
                 work.append(Work(sequence, count))
-                extend_budget -= count if is_extend else 0
         return work
+
+    def _counts(self) -> dict[int, int]:
+        """How many tokens each sequence computes, for those that take part in the step."""
+        extending = [s for s in self.running if s.num_extending]
+        decoding = [s for s in self.running if not s.num_extending]
+        counts = {id(s): 0 if s.has_hidden else 1 for s in self.pace.members(decoding)}
+        if extending:
+            costs = self._extend_meter.costs
+            budget = self.pace.extend_budget(decoding, costs)
+            shares = share_tokens([s.num_extending for s in extending], budget)
+            counts |= {id(s): share for s, share in zip(extending, shares, strict=True) if share}
+            self.pace.extended(sum(shares), costs)
+        return counts
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_batch:
             sequence = self.waiting[0]
+            if not self.pace.admits(self.running, sequence):
+                break
             if not sequence.block_ids and not self._refill(sequence):
                 break
             self.running.append(self.waiting.pop(0))

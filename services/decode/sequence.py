@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,19 +22,23 @@ if TYPE_CHECKING:
 class Sequence:
     """A prompt and its answer so far.
 
-    `tokens` holds both; the KV of the first `num_computed` of them lies in `block_ids`.
-    `has_hidden` says that prefill left the last token's hidden state in the lease's slot. `emit` is
-    called from the engine's thread with each event, the last one carrying a finish reason, or with
-    the error that ended the request.
+    `tokens` holds both, the prompt's first `num_prompt`; the KV of the first `num_computed` of them
+    lies in `block_ids`. `has_hidden` says that prefill left the last token's hidden state in the
+    lease's slot. `tpot_seconds` is the wish for time per token; `last_token_at`, a time.monotonic()
+    value, tells whose token is due. `emit` is called from the engine's thread with each event, the
+    last one carrying a finish reason, or with the error that ended the request.
     """
 
     request_id: str
     lease: KvLease
     tokens: list[int]
+    num_prompt: int
     max_tokens: int
     sampler: SamplerState
     emit: Callable[[TokenEvent | HeadwaterError], None]
     priority: int = 0
+    tpot_seconds: float | None = None
+    last_token_at: float = field(default_factory=time.monotonic)
     num_computed: int = 0
     has_hidden: bool = False
     is_cancelled: bool = False
@@ -44,6 +49,22 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens whose KV is not computed; those of the last one give the next token."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_in_prompt(self) -> bool:
+        """Whether the next token to compute is one of the prompt's."""
+        return not self.has_hidden and self.num_computed < self.num_prompt
+
+    @property
+    def num_extending(self) -> int:
+        """Tokens to compute before the step that gives the next one can be an ordinary one.
+
+        Zero for a sequence that only needs its last token computed, or nothing at all. Prompt and
+        answer are computed in passes of their own, so those of the prompt come first.
+        """
+        if self.is_in_prompt:
+            return self.num_prompt - self.num_computed
+        return 0 if self.has_hidden or self.num_pending <= 1 else self.num_pending
 
     @property
     def order(self) -> tuple[int, int]:
@@ -75,6 +96,7 @@ class Sequence:
         """Notes a sampled token and says whether it is the last."""
         self.tokens.append(token.id)
         self.has_hidden = False
+        self.last_token_at = time.monotonic()
         params = self.sampler.params
         stops = params.stop_token_ids + (() if params.ignore_eos else self.sampler.eos_token_ids)
         if token.id in stops:

@@ -12,6 +12,7 @@ from headwater.services.decode.engine import DecodeEngine
 from headwater.services.decode.memory_servicer import MemoryServicer
 from headwater.services.decode.owner import MemoryOwner
 from headwater.services.decode.servicer import DecodeServicer
+from headwater.services.decode.step_model import StepBytes, StepModel
 from headwater.telemetry.metrics import observe
 from headwater.v1 import decode_service_pb2_grpc, memory_service_pb2_grpc
 
@@ -58,12 +59,16 @@ async def run(config: Config) -> None:
         memory = await loading
         engine = DecodeEngine(
             memory.model,
+            memory.prompt_model,
             memory.memory,
             memory.pool,
+            StepModel(
+                StepBytes.of_model(memory.spec, memory.weights.entries.values(), memory.pool.layout)
+            ),
             max_batch=config.decode.max_batch,
             extend_tokens=config.decode.extend_tokens,
         )
-        engine.start()
+        engine.start(calibrates=True)
         servicer.engine = engine
         observe(
             lambda: {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from headwater.services.decode.sequence import Sequence
 from headwater.telemetry.tracing import span
 from headwater.v1 import decode_service_pb2 as pb
 from headwater.v1 import decode_service_pb2_grpc
+from headwater.wire.costs import pass_costs_to_pb
 from headwater.wire.generation import finish_reason_to_pb, sampling_from_pb, token_to_pb
 from headwater.wire.kv import kv_layout_to_pb, segment_handle_to_pb
 
@@ -46,7 +48,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         memory = self._owner.ready()
         params = self._checked_sampling(request)
         lease = memory.pool.pin(
-            request.epoch, request.lease_id, is_prefilled=not request.extends_prompt
+            request.epoch, request.lease_id, is_prefilled=_is_prefilled(request)
         )
         try:
             bridge: EventBridge[TokenEvent] = EventBridge()
@@ -95,6 +97,10 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         status.prefix_queried_tokens = memory.pool.queried_tokens
         status.prefix_cached_tokens = memory.pool.cached_tokens
         status.preemptions = self.engine.num_preemptions
+        status.extend_costs.CopyFrom(pass_costs_to_pb(self.engine.extend_costs))
+        status.step_seconds = self.engine.step_seconds
+        status.batch_limit = self.engine.batch_limit
+        status.pending_extend_tokens = self.engine.num_extending_tokens
         return status
 
     def _checked_sampling(self, request: pb.DecodeServiceGenerateRequest) -> SamplingParams:
@@ -132,6 +138,36 @@ async def _wait_for_end(bridge: EventBridge[TokenEvent]) -> None:
             pass
 
 
+def _is_prefilled(request: pb.DecodeServiceGenerateRequest) -> bool:
+    """Whether prefill computed the prompt, or a part of it."""
+    return request.HasField("prefilled_tokens") or not request.extends_prompt
+
+
+def _num_computed(request: pb.DecodeServiceGenerateRequest, lease: KvLease) -> int:
+    """Tokens of prompt and output whose KV the lease holds. Raises InvalidRequestError."""
+    num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
+    if request.HasField("prefilled_tokens"):
+        if not 1 <= request.prefilled_tokens <= num_prompt:
+            raise InvalidRequestError(
+                "prefilled_tokens",
+                f"must be 1 to {num_prompt}, the tokens of the prompt, got "
+                f"{request.prefilled_tokens}",
+            )
+        return request.prefilled_tokens
+    return lease.cached_tokens if request.extends_prompt else num_prompt + num_output
+
+
+def _tpot_seconds(request: pb.DecodeServiceGenerateRequest) -> float | None:
+    if not request.HasField("tpot_objective_seconds"):
+        return None
+    wish = request.tpot_objective_seconds
+    if not (math.isfinite(wish) and wish > 0.0):
+        raise InvalidRequestError(
+            "tpot_objective_seconds", f"must be positive and finite, got {wish!r}"
+        )
+    return wish
+
+
 def _sequence(
     request: pb.DecodeServiceGenerateRequest,
     lease: KvLease,
@@ -155,16 +191,20 @@ def _sequence(
     for token_id in tokens:
         check_token_id("prompt_token_ids", token_id, spec.vocab_size)
     room = spec.max_context_tokens - len(prompt)
+    num_computed = _num_computed(request, lease)
     return Sequence(
         request_id=request.request_id,
         lease=lease,
         tokens=tokens,
+        num_prompt=len(prompt),
         max_tokens=min(room, params.max_tokens or room),
         sampler=SamplerState.create(params, prompt, spec.eos_token_ids, output),
         emit=emit,
         priority=request.priority,
-        num_computed=lease.cached_tokens if request.extends_prompt else len(tokens),
-        has_hidden=not request.extends_prompt,
+        tpot_seconds=_tpot_seconds(request),
+        num_computed=num_computed,
+        # Prefill leaves the state of its last token; one that goes on elsewhere needs none.
+        has_hidden=num_computed == len(tokens),
         block_ids=list(lease.block_ids),
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headwater.calibration import calibrate
+from headwater.calibration import PROMPT_SIZES, calibrate
 from headwater.costs import CostMeter, PassCosts
 from headwater.errors import (
     CancelledError,
@@ -118,7 +118,7 @@ class PrefillEngine:
                 self._scheduler.add(job)
         if self._to_calibrate is not None and not self._scheduler.jobs:
             model, self._to_calibrate = self._to_calibrate, None
-            calibrate(model, self._meter, self._has_work)
+            calibrate(model, PROMPT_SIZES, self._meter.observe, self._has_work)
 
     def _has_work(self) -> bool:
         return self._is_stopping or not self._inbox.empty()

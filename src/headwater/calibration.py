@@ -14,47 +14,53 @@ from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from headwater.costs import CostMeter
     from headwater.model.interface import Model
 
 logger = logging.getLogger(__name__)
 
-# The first pass faults pages in and is not counted; two sizes tell pass and token apart.
-_SIZES = (64, 1, 64, 1, 64)
+# Two sizes tell apart what a pass and what a token takes; the first pass faults pages in and is
+# not counted.
+PROMPT_SIZES = (64, 1, 64, 1, 64)
+STEP_SIZES = (1, 1, 4, 1, 4)
 
 
-def calibrate(model: Model, meter: CostMeter, should_stop: Callable[[], bool]) -> None:
-    """Passes of a few sizes, each observed by `meter`; gives way between layers.
+def calibrate(
+    model: Model,
+    sizes: Sequence[int],
+    observe: Callable[[int, float], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Passes of `sizes` tokens, each told to `observe` with its seconds; gives way between layers.
 
     To be called under torch.inference_mode. Raises nothing: without it the first real passes tell.
     """
     try:
-        _measure(model, meter, should_stop)
+        _measure(model, sizes, observe, should_stop)
     except Exception:
         logger.exception("the model could not be measured; the first requests will tell its speed")
 
 
-def _measure(model: Model, meter: CostMeter, should_stop: Callable[[], bool]) -> None:
-    most = min(meter.costs.max_tokens_per_pass, max(_SIZES))
-    pages = _private_pages(model, most)
-    for index, size in enumerate(_SIZES):
-        num_tokens = min(size, most)
-        batch = Batch.build([SequenceChunk(_tokens(model, num_tokens), 0, (0,))], most)
+def _measure(
+    model: Model,
+    sizes: Sequence[int],
+    observe: Callable[[int, float], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    pages = _private_pages(model, max(sizes))
+    for index, size in enumerate(sizes):
+        batch = Batch.build([SequenceChunk(_tokens(model, size), 0, (0,))], max(sizes))
         began_at = time.monotonic()
         hidden = model.embed(batch.token_ids)
         for layer in range(model.spec.num_layers):
             if should_stop():
                 return
             hidden = model.forward_layer(layer, hidden, batch, pages)
+        seconds = time.monotonic() - began_at
+        logger.debug("calibration: %d tokens took %.3g ms", size, 1000 * seconds)
         if index:
-            meter.observe(num_tokens, time.monotonic() - began_at)
-    logger.info(
-        "calibrated: %.3g ms per pass and %.3g ms per token",
-        1000 * meter.costs.seconds_per_pass,
-        1000 * meter.costs.seconds_per_token,
-    )
+            observe(size, seconds)
 
 
 def _tokens(model: Model, count: int) -> list[int]:

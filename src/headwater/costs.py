@@ -1,4 +1,4 @@
-"""What a pass over the weights takes, measured: a part for the pass and a part for each token.
+"""What a pass over the weights takes, measured: a part for the pass and a part for its size.
 
 Owns the fit; when passes happen and what is made of their costs is the engines' and the router's
 business.
@@ -10,9 +10,58 @@ from dataclasses import dataclass
 
 # What a measurement still counts for after one more.
 _DECAY = 0.9
-# Passes of nearly equal size say nothing about how the time is split: below this share of the mean
-# size, as standard deviation, the known split is kept and scaled.
-_MIN_SPREAD = 0.1
+# Points whose two sizes nearly keep one ratio say nothing about how the time is split: below this
+# share, as the squared sine of the angle they span, the known split is kept and scaled.
+_MIN_ANGLE = 0.01
+
+
+class TwoPartFit:
+    """seconds = a * first + b * second, by least squares over points, the newest counting most.
+
+    Neither part is ever negative. As long as the sizes' ratio stays, all goes with the second. One
+    thread observes; any may read `parts` or call `seconds`.
+    """
+
+    def __init__(self) -> None:
+        self.parts = (0.0, 0.0)
+        self.num_points = 0
+        self._uu = self._uv = self._vv = self._uy = self._vy = 0.0
+
+    def observe(self, first: float, second: float, seconds: float) -> None:
+        """Notes that a piece of work of these sizes, both above zero, took `seconds`."""
+        self._uu = self._uu * _DECAY + first * first
+        self._uv = self._uv * _DECAY + first * second
+        self._vv = self._vv * _DECAY + second * second
+        self._uy = self._uy * _DECAY + first * seconds
+        self._vy = self._vy * _DECAY + second * seconds
+        self.parts = self._fitted()
+        self.num_points += 1
+
+    def seconds(self, first: float, second: float) -> float:
+        """What work of these sizes would take; zero when nothing is known."""
+        a, b = self.parts
+        return a * first + b * second
+
+    def _fitted(self) -> tuple[float, float]:
+        determinant = self._uu * self._vv - self._uv**2
+        if determinant <= _MIN_ANGLE * self._uu * self._vv:
+            return self._scaled()
+        a = (self._uy * self._vv - self._vy * self._uv) / determinant
+        b = (self._vy * self._uu - self._uy * self._uv) / determinant
+        if b < 0.0:
+            return self._uy / self._uu, 0.0
+        if a < 0.0:
+            return 0.0, self._vy / self._vv
+        return a, b
+
+    def _scaled(self) -> tuple[float, float]:
+        """The split known so far, made to fit the points best."""
+        a, b = self.parts
+        power = a * a * self._uu + 2 * a * b * self._uv + b * b * self._vv
+        if power <= 0.0:
+            return 0.0, self._vy / self._vv
+        scale = (a * self._uy + b * self._vy) / power
+        return a * scale, b * scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,46 +83,17 @@ class PassCosts:
 
 
 class CostMeter:
-    """Fits PassCosts to what was measured, the newest counting most.
-
-    A line through weighted points, by least squares; neither part is ever negative. One thread
-    observes, any may read `costs`.
-    """
+    """Measures PassCosts. One thread observes; any may read `costs`."""
 
     def __init__(self, max_tokens_per_pass: int) -> None:
-        self.costs = PassCosts(max_tokens_per_pass=max_tokens_per_pass)
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self.max_tokens_per_pass = max_tokens_per_pass
+        self._fit = TwoPartFit()
+
+    @property
+    def costs(self) -> PassCosts:
+        """As measured so far."""
+        return PassCosts(*self._fit.parts, self._fit.num_points, self.max_tokens_per_pass)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Notes that a pass of `num_tokens`, at least one, took `seconds`."""
-        self._weight = self._weight * _DECAY + 1.0
-        self._x = self._x * _DECAY + num_tokens
-        self._y = self._y * _DECAY + seconds
-        self._xx = self._xx * _DECAY + num_tokens * num_tokens
-        self._xy = self._xy * _DECAY + num_tokens * seconds
-        per_pass, per_token = self._split()
-        self.costs = PassCosts(
-            per_pass, per_token, self.costs.measured_passes + 1, self.costs.max_tokens_per_pass
-        )
-
-    def _split(self) -> tuple[float, float]:
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - mean_x**2
-        if variance <= (_MIN_SPREAD * mean_x) ** 2:
-            return self._scaled(mean_x, mean_y)
-        per_token = (self._xy / self._weight - mean_x * mean_y) / variance
-        per_pass = mean_y - per_token * mean_x
-        if per_token < 0.0:
-            return mean_y, 0.0
-        if per_pass < 0.0:
-            return 0.0, self._xy / self._xx
-        return per_pass, per_token
-
-    def _scaled(self, mean_x: float, mean_y: float) -> tuple[float, float]:
-        """The split known so far, made to give `mean_y` at `mean_x`."""
-        known = self.costs
-        expected = known.seconds_per_pass + known.seconds_per_token * mean_x
-        if expected <= 0.0:
-            return 0.0, mean_y / mean_x
-        scale = mean_y / expected
-        return known.seconds_per_pass * scale, known.seconds_per_token * scale
+        self._fit.observe(1.0, num_tokens, seconds)

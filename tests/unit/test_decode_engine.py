@@ -10,6 +10,7 @@ import os
 import queue
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +25,7 @@ from headwater.kv.pool import KvPool
 from headwater.services.decode.engine import DecodeEngine
 from headwater.services.decode.sampler import SamplerState
 from headwater.services.decode.sequence import Sequence
+from headwater.services.decode.step_model import StepBytes, StepModel
 from headwater.shm import Lifetime, Segment, SegmentKind
 
 if TYPE_CHECKING:
@@ -39,19 +41,26 @@ SECONDS = 60
 
 
 class RememberingModel:
-    """hidden = (next token, 0); BF16 holds token ids up to 256 exactly."""
+    """hidden = (next token, 0); BF16 holds token ids up to 256 exactly.
 
-    def __init__(self) -> None:
-        self.batch_sizes: list[int] = []
+    Each token's page also holds the `mark` of the model that computed it, which counts for what
+    follows: two models with different marks are as different as kernels for prompts and answers.
+    """
+
+    def __init__(self, mark: int = 0) -> None:
+        self.mark = mark
+        self.pass_tokens: list[int] = []
         self.computed_tokens = 0
 
     def forward(self, batch: Batch, pages: KvPages) -> torch.Tensor:
-        self.batch_sizes.append(len(batch.spans))
+        self.pass_tokens.append(len(batch.token_ids))
         self.computed_tokens += len(batch.token_ids)
         pages.layers[0][batch.blocks, batch.offsets, 0] = batch.token_ids.to(torch.bfloat16)
+        pages.layers[0][batch.blocks, batch.offsets, 1] = self.mark
         hidden = torch.zeros(len(batch.token_ids), HIDDEN)
         for span in batch.spans:
-            seen = pages.layers[0][span.block_ids, :, 0].flatten()[: span.num_tokens].tolist()
+            marked = pages.layers[0][span.block_ids].float() @ torch.tensor([1.0, VOCAB])
+            seen = marked.flatten()[: span.num_tokens].tolist()
             for row in range(span.num_new):
                 history = seen[: span.start + row + 1]
                 hidden[span.first_row + row, 0] = following([int(t) for t in history])
@@ -70,8 +79,8 @@ def following(history: list[int]) -> int:
     return value % VOCAB
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
+def expected(prompt: list[int], count: int, mark: int = 0) -> list[int]:
+    tokens = [token + VOCAB * mark for token in prompt]
     for _ in range(count):
         tokens.append(following(tokens))
     return tokens[len(prompt) :]
@@ -107,6 +116,7 @@ class Rig:
             "r",
             lease,
             list(prompt),
+            len(prompt),
             count,
             SamplerState.create(params, prompt, ()),
             emit,
@@ -141,7 +151,9 @@ class Request:
 def make_rig(shm_prefix: str) -> Iterator[Callable[..., Rig]]:
     made: list[tuple[Segment, Rig]] = []
 
-    def make(num_blocks: int, max_batch: int = 8, extend_tokens: int = 6) -> Rig:
+    def make(
+        num_blocks: int, max_batch: int = 8, extend_tokens: int = 6, prompt_mark: int = 0
+    ) -> Rig:
         layout = KvLayout(KvKind.MLA, 1, num_blocks, BLOCK, 1, 2, 64, HIDDEN)
         segment = Segment.create(
             f"{shm_prefix}.kv",
@@ -156,8 +168,10 @@ def make_rig(shm_prefix: str) -> Iterator[Callable[..., Rig]]:
         model = RememberingModel()
         engine = DecodeEngine(
             model,  # type: ignore[arg-type]
+            RememberingModel(prompt_mark) if prompt_mark else model,  # type: ignore[arg-type]
             KvMemory(segment, layout),
             pool,
+            StepModel(StepBytes(1, (), 1)),
             max_batch=max_batch,
             extend_tokens=extend_tokens,
         )
@@ -202,6 +216,16 @@ def test_many_requests_in_a_pool_that_is_too_small(make_rig: Callable[..., Rig])
     assert rig.pool.num_free_blocks == 24
 
 
+def test_prompts_and_answers_are_computed_each_by_its_model(make_rig: Callable[..., Rig]) -> None:
+    """Also again after a preemption, in the middle of a block and of an answer."""
+    rig = make_rig(20, prompt_mark=1)
+    prompts = [[(i + 3 * j) % VOCAB for j in range(5 + i)] for i in range(8)]
+    requests = [rig.ask(prompt, 30) for prompt in prompts]
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.tokens() == expected(prompt, 30, mark=1)
+    assert rig.engine.num_preemptions > 0
+
+
 def test_a_second_turn_computes_only_what_is_new(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(64)
     first = list(range(40))
@@ -214,15 +238,17 @@ def test_a_second_turn_computes_only_what_is_new(make_rig: Callable[..., Rig]) -
 
 
 def test_a_long_prompt_does_not_hold_up_others(make_rig: Callable[..., Rig]) -> None:
-    """While it extends, in chunks, the other request gets a token in each step."""
+    """While it extends, in chunks, the other request gets a token after each."""
     rig = make_rig(128, extend_tokens=6)
     short = rig.ask([1, 2, 3], 400)
     long = rig.ask([i % VOCAB for i in range(300)], 1)
     assert long.tokens() == expected([i % VOCAB for i in range(300)], 1)
-    steps = len(rig.model.batch_sizes)
-    assert steps >= 300 // 6
+    passes = list(rig.model.pass_tokens)
+    assert passes.count(6) >= 300 // 6 - 1
+    assert max(passes) == 6
+    # The first pass is shared; then the other one generates.
+    assert (6, 6) not in pairwise(passes[1:])
     assert short.tokens() == expected([1, 2, 3], 400)
-    assert max(rig.model.batch_sizes) == 2
 
 
 def test_priority_goes_first(make_rig: Callable[..., Rig]) -> None:
