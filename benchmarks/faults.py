@@ -1,8 +1,8 @@
 """Does anything get lost, hang or leak when processes die, stop or lose their connections?
 
-`python -m benchmarks.faults [--runs 100] [--stop-seconds 20] [--seed S] [--json FILE]`: each run breaks
-one process of a live stack at one stage of a request; see tests/integration/faults.py for what is
-checked. Ends at the first failure.
+`python -m benchmarks.faults [--runs 100] [--stop-seconds 20] [--seed S] [--json FILE]`: each run
+breaks one process of a live stack at one stage of a request; tests/integration/faults.py says what
+is checked. Ends at the first failure.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from benchmarks.record import write_result
+
 from headwater.shm import list_segments, reap
 from tests.integration.faults import SETTINGS, FaultBench, Report, make_plans
 from tests.integration.stack import Stack
@@ -33,13 +34,14 @@ async def run_all(seed: int, runs: int, stop_seconds: float, folder: Path) -> li
     try:
         async with FaultBench(stack, prefix, seed=seed, stop_seconds=stop_seconds) as bench:
             for number, plan in enumerate(make_plans(runs, seed), start=1):
-                report = await bench.run(plan)
-                reports.append(report)
                 print(
-                    f"{number:4} {plan.fault:4} {plan.victim:7} while {plan.stage:9}: "
-                    f"{report.outcome}, {report.seconds:.1f} s",
+                    f"{number:4} {plan.fault:4} {plan.victim:7} while {plan.stage:9}: ",
+                    end="",
                     flush=True,
                 )
+                report = await bench.run(plan)
+                reports.append(report)
+                print(f"{report.outcome}, {report.seconds:.1f} s", flush=True)
     finally:
         reap(f"{prefix}.", release_weights=True)
     assert list_segments(f"{prefix}.") == []

@@ -41,6 +41,8 @@ LINES = {
 # Settings of the stack: leases that nobody renews are to end soon, prompts to take many passes.
 SETTINGS = ("kv.lease_ttl_ms=2000", "prefill.chunk_tokens=16", "kv.pool_tokens=16384")
 LIMIT_SECONDS = 90.0
+# The longest that a lease, or a writer of its blocks, may outlive the fault.
+CLEAN_SECONDS = 20.0
 _FIRST_TOKENS = 3
 _FURTHER_TOKENS = 40
 _PROMPT_TOKENS = 600
@@ -292,11 +294,13 @@ class FaultBench:
             await asyncio.to_thread(self._stack.wait_until_serving, name)
         async with open_channel(self._stack.addresses["decode"]) as channel:
             stub = decode_service_pb2_grpc.DecodeServiceStub(channel)
+            give_up = time.monotonic() + CLEAN_SECONDS
             while True:
                 status = await stub.GetStatus(decode_service_pb2.GetDecodeStatusRequest())
                 num_used = status.kv_layout.num_blocks - status.kv_free_blocks
                 if not (status.kv_leases or num_used or status.running_requests):
                     break
+                assert time.monotonic() < give_up, f"left over:\n{status}"
                 await asyncio.sleep(0.02)
         kinds = sorted(s.name.split(".")[1] for s in list_segments(f"{self._shm_prefix}."))
         assert kinds == ["kv", "weights"], kinds
