@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import time
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from headwater.errors import HeadwaterError, InvalidRequestError
@@ -23,7 +24,7 @@ from headwater.wire.generation import finish_reason_to_pb, sampling_from_pb, tok
 from headwater.wire.kv import kv_layout_to_pb, segment_handle_to_pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from headwater.generation import SamplingParams
     from headwater.kv.lease import KvLease
@@ -60,8 +61,10 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                 )
             attributes = {"headwater.request_id": request.request_id, "headwater.isa": isa()}
             with span("decode", attributes):
-                async for event in self._events(sequence, bridge):
-                    yield _event_to_pb(event)
+                # Closed before the lease is finished: the engine uses it until then.
+                async with aclosing(self._events(sequence, bridge)) as events:
+                    async for event in events:
+                        yield _event_to_pb(event)
         finally:
             memory.pool.finish(lease)
 
@@ -113,7 +116,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
 
     async def _events(
         self, sequence: Sequence, bridge: EventBridge[TokenEvent]
-    ) -> AsyncIterator[TokenEvent]:
+    ) -> AsyncGenerator[TokenEvent, None]:
         """Runs a sequence; when the caller goes away, waits until the engine has let go of it."""
         assert self.engine is not None, "the memory is ready, so the engine runs"
         self.engine.submit(sequence)
@@ -129,7 +132,11 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         finally:
             if not is_over:
                 sequence.is_cancelled = True
-                await asyncio.shield(_wait_for_end(bridge))
+                ending = asyncio.create_task(_wait_for_end(bridge))
+                while not ending.done():
+                    # Whoever cancels again does not make the engine let go sooner.
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.shield(ending)
 
 
 async def _wait_for_end(bridge: EventBridge[TokenEvent]) -> None:
