@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Self
 
 import grpc
@@ -64,8 +65,9 @@ class Client:
             request.text = prompt
         else:
             request.token_ids.ids.extend(prompt)
-        async for event in self._stream(request, sampling, timeout_seconds):
-            yield event
+        async with aclosing(self._stream(request, sampling, timeout_seconds)) as events:
+            async for event in events:
+                yield event
 
     async def chat(
         self,
@@ -81,8 +83,9 @@ class Client:
         request = router_service_pb2.GenerateRequest()
         for role, content in messages:
             request.chat.messages.add(role=role, content=content)
-        async for event in self._stream(request, sampling, timeout_seconds):
-            yield event
+        async with aclosing(self._stream(request, sampling, timeout_seconds)) as events:
+            async for event in events:
+                yield event
 
     async def _stream(
         self,
