@@ -1,0 +1,76 @@
+"""How fast is a GPU that holds a twentieth of the model: prefill by streaming, decode with the CPU?
+
+`python benchmarks/gpu.py slp [--vram GIB] [--tokens N ...] [--json FILE]`. Weights are random and a
+few layers of them are repeated. Results are written after each row: an end by force keeps them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from record import write_result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def show_all(rows: Iterable[dict[str, Any]], path: str | None) -> None:
+    """One line per row, as it comes, and all rows so far into `path`."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        found.append(row)
+        cells = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        print(", ".join(cells), flush=True)
+        write_result(path, found)
+
+
+def slp(arguments: argparse.Namespace) -> None:
+    """Stream-loading prefill."""
+    from headwater.bench.gpu.slp import bench_slp
+
+    rows = bench_slp(
+        arguments.shape,
+        sorted(arguments.tokens),
+        distinct=arguments.distinct,
+        vram_gib=arguments.vram,
+        quantize_from=arguments.quantize_from,
+        experts=arguments.experts,
+    )
+    show_all(rows, arguments.json)
+
+
+def products(arguments: argparse.Namespace) -> None:
+    """The grouped products, for a choice of tiles."""
+    import torch
+
+    from headwater.bench.gpu.kernels import bench_products
+    from headwater.gpu.kernels.table import TileConfig
+
+    configs = [
+        (height, TileConfig(width, warps, stages))
+        for height, width, warps, stages in (map(int, tile.split("x")) for tile in arguments.tiles)
+    ]
+    show_all(bench_products(arguments.rows, configs, torch.device("cuda")), arguments.json)
+
+
+parser = argparse.ArgumentParser(description=__doc__)
+commands = parser.add_subparsers(required=True)
+command = commands.add_parser("slp", help=slp.__doc__)
+command.set_defaults(run=slp)
+command.add_argument("--shape", default="deepseek-v3")
+command.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
+command.add_argument("--vram", type=float, default=32.0, help="GiB of device memory to use")
+command.add_argument("--distinct", type=int, default=7, help="routed layers that differ")
+command.add_argument("--experts", type=int, help="another number of experts per layer")
+command.add_argument("--quantize-from", type=int, default=1 << 15)
+command.add_argument("--json")
+command = commands.add_parser("products", help=products.__doc__)
+command.set_defaults(run=products)
+command.add_argument("--rows", type=int, nargs="+", default=[32, 256, 1024], help="per expert")
+command.add_argument(
+    "--tiles", nargs="+", default=["64x128x8x3"], help="tokens x rows x warps x stages"
+)
+command.add_argument("--json")
+arguments = parser.parse_args()
+arguments.run(arguments)

@@ -1,0 +1,1 @@
+"""Measurements on a GPU: the link, stream-loading prefill, hybrid decode."""

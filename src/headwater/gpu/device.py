@@ -1,0 +1,62 @@
+"""Which device computes prompts, and one clear sentence when none can.
+
+Owns the checks; imports Triton only to see whether it is there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from headwater.errors import ConfigError
+
+# Triton's oldest cards with BF16 products.
+_LEAST_CAPABILITY = (8, 0)
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A usable device, and how much of its memory may be used, in bytes."""
+
+    device: torch.device
+    name: str
+    capability: tuple[int, int]
+    available_bytes: int
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether it multiplies E4M3."""
+        return self.capability >= (8, 9)
+
+
+def find_gpu(index: int, vram_gib: float = 0.0) -> Gpu:
+    """CUDA device `index`, of which at most `vram_gib` are used; 0: whatever is free.
+
+    Raises ConfigError that says in one sentence what is missing and what to do.
+    """
+    remedy = "set gpu.prefill to off to compute prompts on the CPU"
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"gpu: this process sees no CUDA device (torch {torch.__version__}); install a driver "
+            f"and torch with CUDA, give the container a GPU, or {remedy}"
+        )
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"gpu.device: is {index}, but there are {torch.cuda.device_count()} CUDA devices; "
+            f"choose another, or {remedy}"
+        )
+    device = torch.device("cuda", index)
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        raise ConfigError(
+            f"gpu.device: {name} is too old: compute capability "
+            f"{capability[0]}.{capability[1]}, 8.0 is needed; {remedy}"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"gpu: the package triton is missing; install it, or {remedy}")
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    available = min(free_bytes, int(vram_gib * _GIB)) if vram_gib else free_bytes
+    return Gpu(device, name, capability, available)

@@ -1,0 +1,294 @@
+"""Grouped products of rows with their experts (Triton); reference.py says what they compute.
+
+A program owns one tile: `block_n` weight rows of one expert and shard by up to `block_m` of its
+tokens. Weights are the left operand, tokens the right one, so that few tokens still fill a tensor
+core's tile and codes of any format are expanded in registers. Each group of columns that shares a
+scale is summed in the tensor cores and then scaled into FP32 sums, which also bounds the rounding
+of the tensor cores' own FP8 sums (DeepSeek-V3 technical report, section 3.3.2).
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.gpu.kernels.experts import ExpertStack, Rows, Stack, Tiles
+from headwater.gpu.kernels.table import TileConfig, capability_of, shapes_for
+
+_BF16, _FP8, _FP8_BITS, _INT4, _MXFP4 = range(5)
+_FORMATS = {"bf16": _BF16, "fp8": _FP8, "int4": _INT4, "mxfp4": _MXFP4}
+# Cards from here on convert E4M3 and multiply it; older ones get the codes' bits.
+_FP8_CAPABILITY = (8, 9)
+_BF16_BLOCK_K = 64
+# The interpreter multiplies the bits of BF16 as if they were integers (Triton 3.6), so its products
+# are FP32; on a GPU this is never the case.
+_IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _expand_e4m3(code):
+    """Bytes of E4M3 -> FP32 for cards that cannot."""
+    exponent = (code >> 3) & 15
+    fraction = code & 7
+    normal = (((exponent + 120) << 23) | (fraction << 20)).to(tl.float32, bitcast=True)
+    magnitude = tl.where(exponent == 0, fraction.to(tl.float32) * 0.001953125, normal)
+    return tl.where(code >= 128, -magnitude, magnitude)
+
+
+@triton.jit
+def _expand_e2m1(code):
+    """Codes of E2M1 -> FP32: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    exponent = (code >> 1) & 3
+    fraction = (code & 1).to(tl.float32)
+    power = (1 << exponent).to(tl.float32)
+    magnitude = tl.where(exponent == 0, 0.5 * fraction, (2.0 + fraction) * power * 0.25)
+    return tl.where(code >= 8, -magnitude, magnitude)
+
+
+@triton.jit
+def _weight_tile(
+    values,
+    zeros,
+    row,
+    column,
+    num_rows,
+    num_columns,
+    group,
+    num_groups,
+    fmt: tl.constexpr,
+    block_k: tl.constexpr,
+    product: tl.constexpr,
+):
+    """Weight rows by `block_k` columns, expanded but not scaled."""
+    if fmt >= 3:
+        byte = column // 2 + tl.arange(0, block_k // 2)[None, :]
+        place = row[:, None].to(tl.int64) * (num_columns // 2) + byte
+        mask = (row < num_rows)[:, None] & (byte < num_columns // 2)
+        codes = tl.load(values + place, mask=mask, other=0).to(tl.int32)
+        codes = tl.interleave(codes & 15, codes >> 4)
+        if fmt == 4:
+            return _expand_e2m1(codes).to(product)
+        zero = tl.full((row.shape[0],), 8, tl.int32)
+        if zeros is not None:
+            mask_rows = row < num_rows
+            zero = tl.load(zeros + row.to(tl.int64) * num_groups + group, mask=mask_rows, other=0)
+            zero = zero.to(tl.int32)
+        return (codes - zero[:, None]).to(tl.float32).to(product)
+    columns = column + tl.arange(0, block_k)[None, :]
+    place = row[:, None].to(tl.int64) * num_columns + columns
+    mask = (row < num_rows)[:, None] & (columns < num_columns)
+    found = tl.load(values + place, mask=mask, other=0.0)
+    if fmt == 2:
+        return _expand_e4m3(found.to(tl.int32)).to(product)
+    if fmt == 1 and product != tl.float8e4nv:
+        return found.to(tl.float32).to(product)
+    return found.to(product)
+
+
+@triton.jit
+def _weight_scale(scales, row, num_rows, group, num_groups, fmt: tl.constexpr):
+    """FP32 [rows]: the scale of each weight row in this group of columns."""
+    if fmt == 1 or fmt == 2:
+        place = (row // 128) * num_groups + group
+    else:
+        place = row.to(tl.int64) * num_groups + group
+    scale = tl.load(scales + place, mask=row < num_rows, other=0)
+    if fmt == 4:
+        bits = scale.to(tl.int32)
+        # Byte 0 stands for 2^-127, which FP32 only has as a subnormal number.
+        shifted = tl.where(bits == 0, 1 << 22, bits << 23)
+        return shifted.to(tl.float32, bitcast=True)
+    return scale.to(tl.float32)
+
+
+@triton.jit
+def _grouped(
+    x,
+    x_scales,
+    index,
+    values,
+    scales,
+    zeros,
+    out,
+    out_scales,
+    tiles,
+    tile_stride,
+    first_row,
+    num_groups,
+    x_width,
+    out_width,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    fmt: tl.constexpr,
+    is_gated: tl.constexpr,
+    out_shards: tl.constexpr,
+    in_shards: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    product: tl.constexpr,
+):
+    # Neighbouring programs share weights: all tiles of one expert follow each other.
+    row_blocks: tl.constexpr = (rows + block_n - 1) // block_n
+    program = tl.program_id(0)
+    tile = program // (out_shards * row_blocks)
+    part = program % (out_shards * row_blocks)
+    shard = part // row_blocks
+    row_block = part % row_blocks
+    expert = tl.load(tiles + tile).to(tl.int64)
+    first = tl.load(tiles + tile_stride + tile)
+    stop = tl.load(tiles + 2 * tile_stride + tile)
+
+    matrices: tl.constexpr = 2 if is_gated else 1
+    # Bytes of two codes have half the columns.
+    row_size = columns // 2 if fmt >= 3 else columns
+    scale_rows = tl.cdiv(rows, 128) if fmt == 1 or fmt == 2 else rows
+    row = row_block * block_n + tl.arange(0, block_n)
+    token = first + tl.arange(0, block_m)
+    is_token = token < stop
+    source = (token - first_row).to(tl.int64)
+    if index is not None:
+        source = tl.load(index + token, mask=is_token, other=0).to(tl.int64)
+
+    total = tl.zeros((block_n, block_m), dtype=tl.float32)
+    total_up = total
+    for in_shard in tl.static_range(in_shards):
+        member = (expert * (out_shards * in_shards) + shard + in_shard) * matrices
+        weights = values + member * rows * row_size
+        weight_scales, weight_zeros = scales, zeros
+        if scales is not None:
+            weight_scales = scales + member * scale_rows * num_groups
+        if zeros is not None:
+            weight_zeros = zeros + member * rows * num_groups
+        for group in range(0, (columns + block_k - 1) // block_k):
+            column = group * block_k
+            inner = column + tl.arange(0, block_k)
+            place = source[None, :] * x_width + (in_shard * columns + inner)[:, None]
+            mask = is_token[None, :] & (inner < columns)[:, None]
+            tokens = tl.load(x + place, mask=mask, other=0.0)
+            if tokens.dtype != product:
+                tokens = tokens.to(tl.float32).to(product)
+            weight = _weight_tile(
+                weights, weight_zeros, row, column, rows, columns, group, num_groups, fmt,
+                block_k, product,
+            )  # fmt: skip
+            if x_scales is not None:
+                x_groups = tl.cdiv(columns, 128)
+                x_scale = tl.load(
+                    x_scales + source * (in_shards * x_groups) + in_shard * x_groups + group,
+                    mask=is_token, other=0.0,
+                )  # fmt: skip
+            if fmt == 0:
+                total = tl.dot(weight, tokens, total)
+            else:
+                scale = _weight_scale(weight_scales, row, rows, group, num_groups, fmt)
+                term = tl.dot(weight, tokens) * scale[:, None]
+                if x_scales is not None:
+                    term *= x_scale[None, :]
+                total += term
+            if is_gated:
+                up_zeros = weight_zeros
+                if zeros is not None:
+                    up_zeros = weight_zeros + rows * num_groups
+                weight = _weight_tile(
+                    weights + rows * row_size, up_zeros, row, column, rows, columns, group,
+                    num_groups, fmt, block_k, product,
+                )  # fmt: skip
+                if fmt == 0:
+                    total_up = tl.dot(weight, tokens, total_up)
+                else:
+                    up_scales = weight_scales + scale_rows * num_groups
+                    scale = _weight_scale(up_scales, row, rows, group, num_groups, fmt)
+                    term = tl.dot(weight, tokens) * scale[:, None]
+                    if x_scales is not None:
+                        term *= x_scale[None, :]
+                    total_up += term
+
+    if is_gated:
+        total = total / (1.0 + tl.exp(-total)) * total_up
+    target = (token - first_row).to(tl.int64)
+    place = target[None, :] * out_width + (shard * rows + row)[:, None]
+    mask = is_token[None, :] & (row < rows)[:, None]
+    if out_scales is not None:
+        # A tile is as wide as a block of the activations' scales.
+        peak = tl.max(tl.abs(tl.where(mask, total, 0.0)), axis=0)
+        out_scale = tl.maximum(peak / 448.0, 1e-10)
+        total = total / out_scale[None, :]
+        scale_place = target * (out_shards * row_blocks) + shard * row_blocks + row_block
+        tl.store(out_scales + scale_place, out_scale, mask=is_token)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+
+
+def gate_up(
+    x: Rows, stack: ExpertStack, tiles: Tiles, out: Rows, config: TileConfig | None = None
+) -> None:
+    """Overwrites `out` [rows, shards * I], BF16 or quantised, with silu(gate(x)) * up(x).
+
+    `config` is for measuring; otherwise the table says what suits the card.
+    """
+    _launch(x, stack.gate_up, tiles, out, config, is_gated=True)
+
+
+def down(
+    x: Rows, stack: ExpertStack, tiles: Tiles, out: Tensor, config: TileConfig | None = None
+) -> None:
+    """Overwrites `out` [rows, H] with the sum over shards of x times down transposed."""
+    _launch(x, stack.down, tiles, Rows(out), config, is_gated=False)
+
+
+def _launch(
+    x: Rows, stack: Stack, tiles: Tiles, out: Rows, config: TileConfig | None, *, is_gated: bool
+) -> None:
+    capability = capability_of(x.values.device)
+    is_quantized = x.scale is not None
+    if config is None:
+        shapes = shapes_for(tiles.tile_rows, capability)
+        down_shape = shapes.down_quantized if is_quantized else shapes.down
+        config = shapes.gated if is_gated else down_shape
+    fmt, values = _FORMATS[stack.format], stack.values
+    if fmt == _FP8 and not is_quantized and capability < _FP8_CAPABILITY:
+        fmt, values = _FP8_BITS, values.view(torch.uint8)
+    row_blocks = triton.cdiv(stack.rows, config.block_n)
+    out_shards, in_shards = (stack.num_shards, 1) if is_gated else (1, stack.num_shards)
+    _grouped[(tiles.table.shape[1] * out_shards * row_blocks,)](
+        x.values,
+        x.scale,
+        x.index,
+        values,
+        stack.scale,
+        stack.zero,
+        out.values,
+        out.scale,
+        tiles.table,
+        tiles.table.stride(0),
+        tiles.first_row,
+        0 if stack.scale is None else stack.scale.shape[-1],
+        x.values.shape[1],
+        out.values.shape[1],
+        rows=stack.rows,
+        columns=stack.columns,
+        fmt=fmt,
+        is_gated=is_gated,
+        out_shards=out_shards,
+        in_shards=in_shards,
+        block_m=tiles.tile_rows,
+        block_n=config.block_n,
+        block_k=stack.group or _BF16_BLOCK_K,
+        product=_product_type(is_quantized),
+        **_options(config),
+    )
+
+
+def _product_type(is_quantized: bool) -> Any:
+    if _IS_INTERPRETED:
+        return tl.float32
+    return tl.float8e4nv if is_quantized else tl.bfloat16
+
+
+def _options(config: TileConfig) -> dict[str, int]:
+    return {"num_warps": config.warps, "num_stages": config.stages}

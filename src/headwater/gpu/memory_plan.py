@@ -1,0 +1,141 @@
+"""How a device's memory is shared out before anything is allocated.
+
+Owns the estimate of what a prompt's activations take, and the order in which rings and prompt
+length get what there is. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headwater.errors import ResourceError
+from headwater.model.layer_spec import GqaSpec, MlaSpec, MoeFfnSpec
+
+if TYPE_CHECKING:
+    from headwater.gpu.layout import ModelLayout
+    from headwater.model.layer_spec import LayerSpec
+    from headwater.model.spec import ModelSpec
+
+# Rows of experts' outputs that are kept at once.
+MAX_ROWS = 16384
+# Tokens that go through norms, gates and dense networks at once.
+SLICE_TOKENS = 4096
+# Elements of queries, or of keys, of the heads whose attention is computed at once.
+HEADS_ELEMENTS = 1 << 26
+# What CUDA, libraries and the allocator's gaps take.
+RESERVE_BYTES = 1 << 30
+_LEAST_TOKENS = 128
+_LEAST_SLOTS = 2
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Slots of both rings, tokens per sweep, and what they take, in bytes."""
+
+    dense_slots: int
+    expert_slots: int
+    max_tokens: int
+    ring_bytes: int
+    activation_bytes: int
+
+
+def heads_at_once(num_heads: int, num_keys: int, head_dim: int) -> int:
+    """How many heads' keys fit the bound, at least one."""
+    return max(1, min(num_heads, HEADS_ELEMENTS // (num_keys * head_dim)))
+
+
+def token_bytes(spec: ModelSpec) -> int:
+    """Device memory per token of a sweep: an upper bound over the layers."""
+    return max(_layer_token_bytes(spec.hidden_size, layer) for layer in spec.layers)
+
+
+def fixed_bytes(spec: ModelSpec) -> int:
+    """Device memory that does not depend on the prompt."""
+    return RESERVE_BYTES + max(_layer_fixed_bytes(spec.hidden_size, la) for la in spec.layers)
+
+
+def plan_memory(
+    spec: ModelSpec, layout: ModelLayout, available_bytes: int, wanted_tokens: int
+) -> MemoryPlan:
+    """Shares out `available_bytes` of device memory.
+
+    First the least of everything, then half a layer of expert slots, then tokens as wanted, then a
+    whole layer of slots, then all dense weights, then all experts, each as far as it goes.
+
+    Raises ResourceError when the least does not fit.
+    """
+    dense_items, dense_bytes = layout.ring_sizes(0)
+    expert_items, expert_bytes = layout.ring_sizes(1)
+    per_layer = max(len(layer.groups) for layer in layout.layers)
+    per_token = token_bytes(spec)
+    dense_slots = min(dense_items, _LEAST_SLOTS)
+    expert_slots = min(expert_items, _LEAST_SLOTS)
+    least = fixed_bytes(spec) + dense_slots * dense_bytes + expert_slots * expert_bytes
+    left = available_bytes - least - _LEAST_TOKENS * per_token
+    if left < 0:
+        raise ResourceError(
+            f"gpu: prefill needs at least {(available_bytes - left) / _GIB:.1f} GiB of device "
+            f"memory, {max(0, available_bytes) / _GIB:.1f} GiB are there; raise gpu.vram_gib, free "
+            "the device, or set gpu.prefill to off"
+        )
+
+    def spend(wanted: int, unit_bytes: int) -> int:
+        """As many units of so many bytes as are wanted and still there."""
+        nonlocal left
+        granted = max(0, min(wanted, left // unit_bytes)) if unit_bytes else 0
+        left -= granted * unit_bytes
+        return granted
+
+    expert_slots += spend(per_layer // 2 - expert_slots, expert_bytes)
+    tokens = _LEAST_TOKENS + spend(wanted_tokens - _LEAST_TOKENS, per_token)
+    expert_slots += spend(min(per_layer, expert_items) - expert_slots, expert_bytes)
+    for_rest = (dense_items - dense_slots) * dense_bytes
+    if for_rest <= left:
+        left -= for_rest
+        dense_slots = dense_items
+    for_rest = (expert_items - expert_slots) * expert_bytes
+    if for_rest <= left:
+        left -= for_rest
+        expert_slots = expert_items
+    ring_bytes = dense_slots * dense_bytes + expert_slots * expert_bytes
+    return MemoryPlan(
+        dense_slots, expert_slots, tokens, ring_bytes, fixed_bytes(spec) + tokens * per_token
+    )
+
+
+def _layer_token_bytes(hidden: int, layer: LayerSpec) -> int:
+    attention = layer.attention
+    if isinstance(attention, MlaSpec):
+        # Compressed queries, and latents with their export.
+        kept = 2 * (attention.q_lora_rank or 0) + 6 * (attention.kv_lora_rank + attention.rope_dim)
+        kept += 2 * attention.num_heads * attention.v_dim
+    else:
+        assert isinstance(attention, GqaSpec)
+        # Queries in FP32 while they are rotated; keys and values twice.
+        kept = attention.head_dim * (10 * attention.num_heads + 20 * attention.num_kv_heads)
+    choices = 0
+    if isinstance(layer.ffn, MoeFfnSpec):
+        choices = 24 * layer.ffn.experts_per_token + 8 * layer.ffn.num_experts
+    # The residual stream; normalised in BF16, and again in E4M3 with scales.
+    return 4 * hidden + 2 * hidden + 2 * hidden + kept + choices
+
+
+def _layer_fixed_bytes(hidden: int, layer: LayerSpec) -> int:
+    attention, ffn = layer.attention, layer.ffn
+    if isinstance(attention, MlaSpec):
+        widest = attention.num_heads * max(attention.v_dim, attention.nope_dim + attention.rope_dim)
+    else:
+        widest = attention.num_heads * attention.head_dim
+    rows = 0
+    if isinstance(ffn, MoeFfnSpec):
+        rows = MAX_ROWS * (4 * hidden + 2 * ffn.intermediate_size)
+        widest = max(widest, ffn.shared_intermediate_size)
+    else:
+        widest = max(widest, ffn.intermediate_size)
+    # A dense weight in BF16 with the FP32 values it is rounded from; a slice of tokens before and
+    # after it; queries, keys, values and outputs of some heads, with what they are made from.
+    return (
+        4 * hidden * widest + 6 * SLICE_TOKENS * (hidden + 3 * widest) + 10 * HEADS_ELEMENTS + rows
+    )

@@ -1,0 +1,92 @@
+"""Everything that stream-loading prefill needs on a device, made in one go and let go in one.
+
+Owns the registration of the weights with CUDA and the life of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from headwater.errors import ResourceError
+from headwater.gpu.host_ranges import RegisteredRanges
+from headwater.gpu.layout import lay_out
+from headwater.gpu.memory_plan import RESERVE_BYTES, plan_memory
+from headwater.gpu.prefill_model import StreamedModel
+from headwater.gpu.streams import queues_on
+
+if TYPE_CHECKING:
+    from headwater.gpu.device import Gpu
+    from headwater.model.source import Weights
+    from headwater.model.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+# Sweeps this long take longer to compute in BF16 than to stream; see StreamedModel.
+QUANTIZE_FROM = 1 << 15
+_GIB = 2**30
+
+
+class PrefillSession:
+    """A StreamedModel on `gpu` over weights in a mapped segment, which it keeps registered.
+
+    Raises ResourceError when the device's memory does not do. Rings are allocated here, never
+    later; host memory is registered in the background, in the order of use.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        gpu: Gpu,
+        *,
+        wanted_tokens: int,
+        quantize_from: int = QUANTIZE_FROM,
+    ) -> None:
+        self.layout = layout = lay_out(spec, weights)
+        self.plan = plan_memory(spec, layout, gpu.available_bytes, wanted_tokens)
+        torch.cuda.set_device(gpu.device)
+        self.ranges = RegisteredRanges(layout.ranges)
+        self.model = StreamedModel(
+            spec,
+            weights,
+            layout,
+            self.plan,
+            queues_on(gpu.device),
+            ranges=self.ranges,
+            quantize_from=quantize_from if gpu.has_fp8 else 2**62,
+        )
+        _reserve(self.plan.activation_bytes - RESERVE_BYTES, gpu.device)
+        self.ranges.start()
+        logger.info(
+            "prefill streams %.1f GiB a sweep through %s: rings of %d and %d slots, %.1f GiB, "
+            "up to %d tokens a sweep",
+            sum(item.num_bytes for item in layout.items) / _GIB,
+            gpu.name,
+            self.plan.dense_slots,
+            self.plan.expert_slots,
+            self.plan.ring_bytes / _GIB,
+            self.plan.max_tokens,
+        )
+
+    def close(self) -> None:
+        """Ends all copies and lets host memory go."""
+        torch.cuda.synchronize(self.model.device)
+        self.ranges.close()
+
+
+def _reserve(num_bytes: int, device: torch.device) -> None:
+    """Takes memory from the driver now, for torch's allocator to cut up later.
+
+    Taking it piece by piece during the first sweeps cost 4 s of each on an H200 in a virtual
+    machine; and memory that is not there is missed at the start, not in the middle of a prompt.
+    """
+    try:
+        torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"{device}: no room for {num_bytes / _GIB:.1f} GiB of activations; lower gpu.vram_gib "
+            "or gpu.sweep_tokens, or free the device's memory"
+        ) from error

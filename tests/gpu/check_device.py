@@ -1,0 +1,65 @@
+"""The streamed model on a GPU against the CPU reference, without the native extension.
+
+`python -m tests.gpu.check_device`: a line per model and kind of activations, with the relative
+error of the last hidden states and of the keys and values. The kernels have kernel_cases.py.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from headwater.bench.gpu.random_model import RandomModel
+from headwater.gpu.layout import lay_out
+from headwater.gpu.memory_plan import MemoryPlan
+from headwater.gpu.prefill_model import StreamedModel
+from headwater.gpu.streams import queues_on
+from headwater.kv.layout import KvKind
+from headwater.model.batch import SequenceChunk
+from headwater.model.spec import ModelSpec
+from headwater.model.transformer import Transformer
+from headwater.synth.shapes import ARCHITECTURES, make_config
+from tests.gpu.models import pages_of, prompt, run, written
+from tests.gpu.samples import relative_error
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+def check(architecture: str, device: torch.device) -> None:
+    """Two packed prompts, whole and cut in two, with either kind of activations."""
+    config = make_config("tiny", architecture, layers=4) | {"quantization_config": FP8}
+    spec = ModelSpec.from_config(config, "config.json")
+    weights = RandomModel(spec, 2)
+    first, second = prompt(spec, 61, 1), prompt(spec, 9, 2)
+    blocks = list(range(20, 36))
+    chunks = SequenceChunk(first, 0, blocks), SequenceChunk(second, 0, [3, 5, 7])
+    expected_pages = pages_of(spec)
+    expected = run(Transformer(spec, weights), expected_pages, *chunks)
+    is_mla = spec.kv.kind is KvKind.MLA
+    for quantize_from in (0, 1 << 30):
+        layout = lay_out(spec, weights, group_bytes=1 << 20)
+        plan = MemoryPlan(2, 3, 1 << 10, 0, 0)
+        model = StreamedModel(
+            spec, weights, layout, plan, queues_on(device), quantize_from=quantize_from
+        )
+        pages = pages_of(spec)
+        hidden = run(model, pages, *chunks)
+        again = run(model, pages, *chunks)
+        half = run(model, pages, SequenceChunk(first[40:], 40, blocks), chunks[1])
+        errors = ((hidden - expected).norm(dim=1) / expected.norm(dim=1)).sort().values
+        entries = [written(p, blocks, 61, is_mla) for p in (pages, expected_pages)]
+        print(
+            f"{architecture} {'bf16' if quantize_from else 'fp8'} activations:"
+            f" hidden {relative_error(hidden, expected):.1e}, nine of ten tokens below"
+            f" {float(errors[int(0.9 * len(errors))]):.1e}, kv {relative_error(*entries):.1e},"
+            f" repeated {relative_error(again, hidden):.1e},"
+            f" second half {relative_error(half[:21], hidden[40:61]):.1e}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        for name in ARCHITECTURES:
+            check(name, torch.device(*sys.argv[1:] or ["cuda"]))

@@ -1,0 +1,106 @@
+"""What is said when a GPU is missing, too old or too small; registration of host memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+
+import pytest
+import torch
+
+from headwater.errors import ConfigError, ResourceError
+from headwater.gpu.device import find_gpu
+from headwater.gpu.host_ranges import HostRange, RegisteredRanges
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with one RTX 3090 of which 20 GiB are free."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * 2**30, 24 * 2**30))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    return monkeypatch
+
+
+def test_a_gpu_that_will_do(fake_cuda: pytest.MonkeyPatch) -> None:
+    gpu = find_gpu(0)
+    assert (gpu.name, gpu.available_bytes) == ("NVIDIA GeForce RTX 3090", 20 * 2**30)
+    assert not gpu.has_fp8
+    assert find_gpu(0, 6).available_bytes == 6 * 2**30
+    assert find_gpu(0, 100).available_bytes == 20 * 2**30
+
+
+def test_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"sees no CUDA device .* set gpu.prefill to off"):
+        find_gpu(0)
+
+
+def test_no_such_device(fake_cuda: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"gpu.device: is 3, but there are 1 CUDA devices"):
+        find_gpu(3)
+
+
+def test_too_old(fake_cuda: pytest.MonkeyPatch) -> None:
+    fake_cuda.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(ConfigError, match=r"is too old: compute capability 7.5, 8.0 is needed"):
+        find_gpu(0)
+
+
+def test_no_triton(fake_cuda: pytest.MonkeyPatch) -> None:
+    fake_cuda.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"the package triton is missing"):
+        find_gpu(0)
+
+
+class _Cudart:
+    """Registers what it is told to; refuses read-only mappings, or whatever is at `refused`."""
+
+    def __init__(self, refused: int = 0) -> None:
+        self.registered: list[tuple[int, int, int]] = []
+        self.released: list[int] = []
+        self.may_go_on = threading.Semaphore(0)
+        self._refused = refused
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if flags or address == self._refused:
+            return 1
+        self.may_go_on.acquire()
+        self.registered.append((address, num_bytes, flags))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.released.append(address)
+        return 0
+
+
+def test_ranges_are_registered_in_order_and_let_go() -> None:
+    cudart = _Cudart()
+    ranges = RegisteredRanges([HostRange(4096 * i, 4096) for i in (1, 2, 3)], cudart=cudart)
+    ranges.start()
+    assert not ranges.is_ready(0)
+    cudart.may_go_on.release()
+    ranges.wait(0)
+    assert ranges.is_ready(0)
+    assert not ranges.is_ready(2)
+    cudart.may_go_on.release(2)
+    ranges.wait(2)
+    assert cudart.registered == [(4096, 4096, 0), (8192, 4096, 0), (12288, 4096, 0)]
+    assert ranges.registered_bytes == 3 * 4096
+    ranges.close()
+    assert cudart.released == [4096, 8192, 12288]
+
+
+def test_a_range_that_cuda_refuses_is_a_sentence_for_whoever_waits() -> None:
+    cudart = _Cudart(refused=8192)
+    cudart.may_go_on.release(5)
+    ranges = RegisteredRanges([HostRange(4096, 4096), HostRange(8192, 4096)], cudart=cudart)
+    ranges.start()
+    with pytest.raises(ResourceError, match=r"cudaHostRegister refused 4096 bytes .*ulimit -l"):
+        ranges.wait(1)
+    ranges.wait(0)
+    ranges.close()
+    assert cudart.released == [4096]

@@ -1,0 +1,127 @@
+"""How a model is cut into items and its memory shared out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.errors import ResourceError
+from headwater.gpu.host_ranges import HostRange, page_range
+from headwater.gpu.layout import ModelLayout, expert_range, lay_out, view_parts
+from headwater.gpu.memory_plan import MemoryPlan, fixed_bytes, plan_memory, token_bytes
+from headwater.model.spec import ModelSpec
+from headwater.synth.shapes import make_config
+
+GIB = 2**30
+
+
+class _Weights(dict[str, Tensor]):
+    def tensor(self, name: str) -> Tensor:
+        return self[name]
+
+
+def _tiny(shards: int = 1, experts: int = 16) -> tuple[ModelSpec, _Weights]:
+    config = make_config("tiny", "deepseek_v3", layers=4, experts=experts)
+    spec = ModelSpec.from_config(config, "config.json")
+    weights = _Weights()
+    for tensor in spec.tensors(shards):
+        weights[tensor.name] = torch.randn(tensor.shape).bfloat16()
+    return spec, weights
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_items_hold_every_byte_of_every_layer_once(shards: int, ranks: int) -> None:
+    spec, weights = _tiny(shards)
+    for layer in range(spec.num_layers):
+        expected = {n: t for n, t in weights.items() if n.startswith(f"layers.{layer}.")}
+        found: dict[str, list[Tensor]] = {}
+        for rank in range(ranks):
+            layout = lay_out(spec, weights, rank=rank, world_size=ranks, group_bytes=600_000)
+            items = {item.key: item for item in layout.items}
+            mine = layout.layers[layer]
+            dense = view_parts(items[mine.dense_key].parts, mine.dense_views)
+            for name, part in dense.items():
+                assert torch.equal(part, expected[f"layers.{layer}.{name}"])
+            for group in mine.groups:
+                for name, part in view_parts(items[group.key].parts, group.views).items():
+                    assert part.shape[0] == group.count
+                    found.setdefault(name, []).append(part)
+        for name, parts in found.items():
+            assert torch.equal(torch.cat(parts), expected[f"layers.{layer}.experts.{name}"])
+        assert len(found) == (2 if layer >= 2 else 0)
+
+
+def test_ranks_share_experts_as_evenly_as_can_be() -> None:
+    for experts, ranks in ((256, 2), (7, 3), (2, 3)):
+        shares = [expert_range(experts, rank, ranks) for rank in range(ranks)]
+        assert [e for share in shares for e in share] == list(range(experts))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_the_groups_of_a_layer_are_about_equal() -> None:
+    spec, weights = _tiny(experts=10)
+    layout = lay_out(spec, weights, group_bytes=4 * 3 * 256 * 256 * 2)
+    assert [group.count for group in layout.layers[2].groups] == [3, 3, 4]
+
+
+def test_ranges_are_whole_pages() -> None:
+    assert page_range(4096, 4096) == HostRange(4096, 4096)
+    assert page_range(4097, 1) == HostRange(4096, 4096)
+    assert page_range(8191, 2) == HostRange(4096, 8192)
+
+
+class _Sizes:
+    """A layout of DeepSeek-V3's size: 61 layers, 43 groups of 6 experts in each routed one."""
+
+    def __init__(self) -> None:
+        self.layers = [type("Layer", (), {"groups": range(43)})] * 61
+
+    def ring_sizes(self, ring: int) -> tuple[int, int]:
+        return (61, 600 << 20) if ring == 0 else (58 * 43, 6 * 44_040_192)
+
+
+def _plan(gib: float, tokens: int) -> MemoryPlan:
+    spec = ModelSpec.from_config(make_config("deepseek-v3"), "config.json")
+    layout: ModelLayout = _Sizes()  # type: ignore[assignment]
+    plan = plan_memory(spec, layout, int(gib * GIB), tokens)
+    assert plan.ring_bytes == plan.dense_slots * (600 << 20) + plan.expert_slots * 6 * 44_040_192
+    assert plan.activation_bytes == fixed_bytes(spec) + plan.max_tokens * token_bytes(spec)
+    assert plan.ring_bytes + plan.activation_bytes <= gib * GIB
+    return plan
+
+
+def test_memory_goes_to_prompts_and_rings_in_turn() -> None:
+    least = _plan(7, 65536)
+    assert least.dense_slots == 2
+    assert 2 <= least.expert_slots < 21
+    small, middle, large = _plan(12, 65536), _plan(16, 65536), _plan(32, 65536)
+    assert small.expert_slots == middle.expert_slots == 21
+    assert small.max_tokens < middle.max_tokens < large.max_tokens == 65536
+    assert large.expert_slots == 43
+    assert large.dense_slots == 2
+    assert _plan(64, 65536).dense_slots == 61
+    assert _plan(1000, 65536).expert_slots == 58 * 43
+
+
+def test_too_little_memory_is_a_sentence() -> None:
+    with pytest.raises(
+        ResourceError, match=r"gpu: prefill needs at least 6\.\d GiB of device memory, 4\.0 GiB"
+    ):
+        _plan(4, 65536)
+
+
+def test_tensors_without_gaps_are_one_range_per_layer() -> None:
+    spec, weights = _tiny()
+    order = [t.name for t in spec.tensors()]
+    memory = torch.zeros(sum(weights[n].nbytes for n in order) + 4096, dtype=torch.uint8)
+    start = -memory.data_ptr() % 4096
+    for name in order:
+        source = weights[name]
+        flat = memory[start : start + source.nbytes].view(torch.bfloat16)
+        weights[name] = flat.view(source.shape).copy_(source)
+        start += source.nbytes
+    layout = lay_out(spec, weights)
+    assert len(layout.ranges) == spec.num_layers
+    assert [item.range_index for item in layout.items] == [0, 1, 2, 2, 3, 3]

@@ -1,0 +1,129 @@
+"""The streamed model, on a CPU, against the reference: every family, format and awkward batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwater.gpu.layout import lay_out
+from headwater.gpu.memory_plan import MemoryPlan
+from headwater.gpu.prefill_model import StreamedModel
+from headwater.gpu.streams import HostQueues
+from headwater.kv.layout import KvKind
+from headwater.model.batch import Batch, SequenceChunk
+from headwater.model.layer_spec import LinearFormat
+from headwater.model.source import Weights
+from headwater.model.spec import ModelSpec
+from headwater.model.transformer import Transformer
+from tests.gpu.models import BLOCK_TOKENS, pages_of, prompt, run, tiny_weights, written
+from tests.gpu.samples import relative_error
+
+NEVER = 1 << 30
+BLOCKS = list(range(20, 36))
+# BF16 activations: the reference rounds them too, but sums differ in their last bits, and so do
+# some of the roundings. E4M3 ones: 2^-4 / sqrt(3) / 2 per product, three of them in a layer.
+BARS = {NEVER: 6e-3, 0: 6e-2}
+
+
+def _model(
+    spec: ModelSpec, weights: Weights, *, expert_slots: int = 3, quantize_from: int = NEVER
+) -> StreamedModel:
+    layout = lay_out(spec, weights, group_bytes=1 << 20)
+    plan = MemoryPlan(2, expert_slots, 1 << 10, 0, 0)
+    return StreamedModel(spec, weights, layout, plan, HostQueues(), quantize_from=quantize_from)
+
+
+def _typical_error(ours: Tensor, theirs: Tensor) -> float:
+    """Of the token in the middle: those at a gate's near tie may take another expert, and differ."""
+    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fmt", "shards", "quantize_from"),
+    [
+        ("deepseek_v3", "bf16", 1, NEVER),
+        ("deepseek_v3", "fp8", 1, NEVER),
+        ("deepseek_v3", "fp8", 2, 0),
+        ("deepseek_v3", "int4", 2, NEVER),
+        ("mixtral", "bf16", 4, NEVER),
+        ("qwen3_moe", "fp8", 2, NEVER),
+        ("qwen3_moe", "mxfp4", 1, NEVER),
+        ("mixtral", "int4", 1, 0),
+        ("mixtral", "fp8", 1, 0),
+    ],
+)
+def test_agrees_with_the_reference(
+    tmp_path: Path,
+    shm_prefix: str,
+    architecture: str,
+    fmt: LinearFormat,
+    shards: int,
+    quantize_from: int,
+) -> None:
+    """Two packed prompts."""
+    with tiny_weights(tmp_path, shm_prefix, architecture, fmt, shards) as (spec, weights):
+        chunks = (
+            SequenceChunk(prompt(spec, 61, 1), 0, BLOCKS),
+            SequenceChunk(prompt(spec, 9, 2), 0, [3, 5, 7]),
+        )
+        expected_pages, pages = pages_of(spec), pages_of(spec)
+        expected = run(Transformer(spec, weights), expected_pages, *chunks)
+        ours = run(_model(spec, weights, quantize_from=quantize_from), pages, *chunks)
+        bar = BARS[quantize_from if fmt == "fp8" else NEVER]
+        assert _typical_error(ours, expected) < bar
+        is_mla = spec.kv.kind is KvKind.MLA
+        first = [written(p, BLOCKS, 61, is_mla)[0] for p in (pages, expected_pages)]
+        assert relative_error(*first) < 3e-3
+        for layer in range(spec.num_layers):
+            kv = [written(p, BLOCKS, 61, is_mla)[layer] for p in (pages, expected_pages)]
+            assert _typical_error(*kv) < bar
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_moe"])
+def test_how_a_prompt_is_cut_and_packed_changes_little(
+    tmp_path: Path, shm_prefix: str, architecture: str
+) -> None:
+    """In two sweeps, the second over a cached prefix; one token alone; rings of any length."""
+    with tiny_weights(tmp_path, shm_prefix, architecture, "bf16") as (spec, weights):
+        tokens = prompt(spec, 61, 1)
+        model = _model(spec, weights)
+        pages = pages_of(spec)
+        whole = run(model, pages, SequenceChunk(tokens, 0, BLOCKS))
+        for slots in (2, 5, 100):
+            other = _model(spec, weights, expert_slots=slots)
+            assert torch.equal(run(other, pages_of(spec), SequenceChunk(tokens, 0, BLOCKS)), whole)
+            assert torch.equal(run(other, pages_of(spec), SequenceChunk(tokens, 0, BLOCKS)), whole)
+        first = SequenceChunk(tokens[:33], 0, BLOCKS)
+        second = SequenceChunk(tokens[33:60], 33, BLOCKS)
+        cut = pages_of(spec)
+        run(model, cut, first)
+        assert _typical_error(run(model, cut, second), whole[33:60]) < 6e-3
+        last = run(model, cut, SequenceChunk(tokens[60:], 60, BLOCKS))
+        assert last.shape == (1, spec.hidden_size)
+        is_mla = spec.kv.kind is KvKind.MLA
+        kv = [written(p, BLOCKS, 61, is_mla)[0] for p in (cut, pages)]
+        assert relative_error(*kv) < 3e-3
+
+
+def test_a_sweep_that_is_broken_off_leaves_nothing_behind(tmp_path: Path, shm_prefix: str) -> None:
+    """After three of four layers another prompt comes: its result is as if nothing had been."""
+    with tiny_weights(tmp_path, shm_prefix, "deepseek_v3", "fp8") as (spec, weights):
+        chunk = SequenceChunk(prompt(spec, 20, 3), 0, BLOCKS)
+        expected = run(_model(spec, weights), pages_of(spec), chunk)
+        model, pages = _model(spec, weights), pages_of(spec)
+        other = Batch.build([SequenceChunk(prompt(spec, 11, 4), 0, [1, 2, 3])], BLOCK_TOKENS)
+        hidden = model.embed(other.token_ids)
+        for layer in range(3):
+            hidden = model.forward_layer(layer, hidden, other, pages)
+        assert torch.equal(run(model, pages, chunk), expected)
+        assert pages.layers[3][[1, 2, 3]].isnan().all()
+
+
+def test_logits_are_the_reference_s(tmp_path: Path, shm_prefix: str) -> None:
+    with tiny_weights(tmp_path, shm_prefix, "deepseek_v3", "fp8") as (spec, weights):
+        hidden = torch.randn(3, spec.hidden_size)
+        expected = Transformer(spec, weights).logits(hidden)
+        assert relative_error(_model(spec, weights).logits(hidden), expected) < 1e-4
