@@ -23,9 +23,10 @@ from tests.gpu.samples import relative_error
 
 NEVER = 1 << 30
 BLOCKS = list(range(20, 36))
-# BF16 activations: the reference rounds them too, but sums differ in their last bits, and so do
-# some of the roundings. E4M3 ones: 2^-4 / sqrt(3) / 2 per product, three of them in a layer.
-BARS = {NEVER: 6e-3, 0: 6e-2}
+# Of one layer, relative to its result. BF16 activations: the reference rounds them too, but sums
+# differ in their last bits, and so do some of the roundings. E4M3 ones: each of two products and
+# what is between them is off by up to 2^-4, 2^-4 / sqrt(3) or less on average.
+BARS = {NEVER: 5e-3, 0: 5e-2}
 
 
 def _model(
@@ -36,9 +37,10 @@ def _model(
     return StreamedModel(spec, weights, layout, plan, HostQueues(), quantize_from=quantize_from)
 
 
-def _typical_error(ours: Tensor, theirs: Tensor) -> float:
-    """Of the token in the middle: those at a gate's near tie may take another expert, and differ."""
-    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).median())
+def _error(ours: Tensor, theirs: Tensor, share: float = 0.9) -> float:
+    """What `share` of the tokens stay below: at a near tie of its gate, one takes other experts."""
+    errors = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
+    return float(errors.sort().values[int(share * len(errors))])
 
 
 @pytest.mark.parametrize(
@@ -63,23 +65,31 @@ def test_agrees_with_the_reference(
     shards: int,
     quantize_from: int,
 ) -> None:
-    """Two packed prompts."""
+    """Layer by layer from the reference's hidden states, two packed prompts; and all in all."""
     with tiny_weights(tmp_path, shm_prefix, architecture, fmt, shards) as (spec, weights):
-        chunks = (
-            SequenceChunk(prompt(spec, 61, 1), 0, BLOCKS),
-            SequenceChunk(prompt(spec, 9, 2), 0, [3, 5, 7]),
+        tokens = prompt(spec, 61, 1)
+        batch = Batch.build(
+            [
+                SequenceChunk(tokens, 0, BLOCKS),
+                SequenceChunk(prompt(spec, 9, 2), 0, [3, 5, 7]),
+            ],
+            BLOCK_TOKENS,
         )
+        reference = Transformer(spec, weights)
+        model = _model(spec, weights, quantize_from=quantize_from)
         expected_pages, pages = pages_of(spec), pages_of(spec)
-        expected = run(Transformer(spec, weights), expected_pages, *chunks)
-        ours = run(_model(spec, weights, quantize_from=quantize_from), pages, *chunks)
         bar = BARS[quantize_from if fmt == "fp8" else NEVER]
-        assert _typical_error(ours, expected) < bar
         is_mla = spec.kv.kind is KvKind.MLA
-        first = [written(p, BLOCKS, 61, is_mla)[0] for p in (pages, expected_pages)]
-        assert relative_error(*first) < 3e-3
+        hidden = reference.embed(batch.token_ids)
+        assert torch.equal(model.embed(batch.token_ids), hidden)
         for layer in range(spec.num_layers):
+            ours = model.forward_layer(layer, hidden.clone(), batch, pages)
+            hidden = reference.forward_layer(layer, hidden, batch, expected_pages)
+            assert _error(ours, hidden) < bar
             kv = [written(p, BLOCKS, 61, is_mla)[layer] for p in (pages, expected_pages)]
-            assert _typical_error(*kv) < bar
+            assert relative_error(*kv) < 3e-3
+        # A token that took another expert is seen by those after it: what is left is a rough bound.
+        assert relative_error(model.forward(batch, pages_of(spec)), hidden) < 4 * bar + 0.1
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_moe"])
@@ -100,7 +110,7 @@ def test_how_a_prompt_is_cut_and_packed_changes_little(
         second = SequenceChunk(tokens[33:60], 33, BLOCKS)
         cut = pages_of(spec)
         run(model, cut, first)
-        assert _typical_error(run(model, cut, second), whole[33:60]) < 6e-3
+        assert _error(run(model, cut, second), whole[33:60], 0.5) < 2e-2
         last = run(model, cut, SequenceChunk(tokens[60:], 60, BLOCKS))
         assert last.shape == (1, spec.hidden_size)
         is_mla = spec.kv.kind is KvKind.MLA
