@@ -8,16 +8,19 @@ that a large request is not overtaken for ever by small ones.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from headwater.errors import DeadlineError, KvExhaustedError, QueueFullError, ResourceError
+from headwater.services.router.policy import Queue
 
 _Room = TypeVar("_Room")
 
 _MIN_RETRY_MS = 100
 _MAX_RETRY_MS = 30_000
+_FIRST_GUESS_SECONDS = 1.0
 # Weight of the newest request in the running mean of how long one holds its place.
 _MEAN_WEIGHT = 0.2
 
@@ -31,9 +34,21 @@ class Admission:
         self._max_wait_seconds = max_wait_seconds
         self._first_in_line = asyncio.Lock()
         self._place_freed = asyncio.Event()
-        self._mean_held_seconds = 1.0
+        self._mean_held_seconds = _FIRST_GUESS_SECONDS
+        self._has_held = False
         self.num_running = 0
         self.num_waiting = 0
+
+    @property
+    def queue(self) -> Queue:
+        """The line as it is now."""
+        held_seconds = self._mean_held_seconds if self._has_held else 0.0
+        return Queue(self.num_running, self.num_waiting, self.max_running, held_seconds)
+
+    @property
+    def queue_behind_none(self) -> Queue:
+        """The line as one sees it who holds the last place taken."""
+        return dataclasses.replace(self.queue, num_running=self.num_running - 1, num_waiting=0)
 
     async def enter(self, reserve: Callable[[], Awaitable[_Room]], deadline: float | None) -> _Room:
         """Waits for a place, then for `reserve` to find room, and returns what it gave.
@@ -70,10 +85,13 @@ class Admission:
         finally:
             self.num_waiting -= 1
 
-    def leave(self, held_seconds: float) -> None:
-        """Gives the place back after `held_seconds`."""
+    def leave(self, held_seconds: float | None) -> None:
+        """Gives the place back after `held_seconds`; None when it was not used."""
         self.num_running -= 1
-        self._mean_held_seconds += _MEAN_WEIGHT * (held_seconds - self._mean_held_seconds)
+        if held_seconds is not None:
+            weight = _MEAN_WEIGHT if self._has_held else 1.0
+            self._mean_held_seconds += weight * (held_seconds - self._mean_held_seconds)
+            self._has_held = True
         self._place_freed.set()
 
     async def room(self, reserve: Callable[[], Awaitable[_Room]], deadline: float | None) -> _Room:

@@ -75,6 +75,12 @@ class Stopwatch:
         self._last_token = time.monotonic()
         if self._first_token is None:
             self._first_token = self._last_token
+            # Where decode computes the prompt there is no hand-over.
+            self.prefilled()
+
+    def queue_seconds(self) -> float:
+        """Time from arrival to admission."""
+        return _between(self.arrived, self._admitted)
 
     def held_seconds(self) -> float:
         """Time since admission."""
@@ -83,7 +89,7 @@ class Stopwatch:
     def timings(self) -> Timings:
         """Durations up to now; zero for a stage not reached."""
         return Timings(
-            queue_seconds=_between(self.arrived, self._admitted),
+            queue_seconds=self.queue_seconds(),
             prefill_seconds=_between(self._admitted, self._prefilled),
             handover_seconds=_between(self._prefilled, self._first_token),
             decode_seconds=_between(self._first_token, self._last_token),

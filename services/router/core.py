@@ -13,7 +13,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING
 
-from headwater.errors import UnavailableError
+from headwater.errors import OverloadedError, ResourceError, UnavailableError
 from headwater.generation import TextEvent
 from headwater.services.router.abort import AbortSwitch
 from headwater.services.router.admission import Admission
@@ -23,6 +23,7 @@ from headwater.services.router.leases import LeaseKeeper
 from headwater.services.router.merge import merge
 from headwater.services.router.preparation import Background, Preparation
 from headwater.services.router.recovery import Recovery
+from headwater.services.router.shedding import Shedding
 from headwater.telemetry.metrics import record_request
 from headwater.telemetry.rate import RateMeter
 
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from headwater.generation import SamplingParams
+    from headwater.objectives import Objective
     from headwater.services.router.engines import DecodeEngine, Engine, Lease, PrefillEngine
+    from headwater.services.router.objectives import Attainment, Objectives
+    from headwater.services.router.outlook import Outlook
     from headwater.services.router.requests import RouterRequest
     from headwater.services.router.served_model import ServedModel
 
@@ -52,8 +56,11 @@ class RouterCore:
         model: ServedModel,
         prefill: PrefillEngine,
         decode: DecodeEngine,
+        objectives: Objectives,
+        outlook: Outlook,
         max_running: int,
         max_waiting: int,
+        shed_factor: float = 0.0,
         max_wait_seconds: float = MAX_WAIT_SECONDS,
         recovery_seconds: float = 0.0,
     ) -> None:
@@ -63,6 +70,9 @@ class RouterCore:
         self.admission = Admission(
             max_running=max_running, max_waiting=max_waiting, max_wait_seconds=max_wait_seconds
         )
+        self.objectives = objectives
+        self.outlook = outlook
+        self._shedding = Shedding(outlook, self.admission, shed_factor)
         self.num_finished = 0
         self.generated_tokens = RateMeter()
         self._leases = LeaseKeeper(decode)
@@ -83,8 +93,9 @@ class RouterCore:
         `deadline` is a time.monotonic() value. Closing the generator, or cancelling the task that
         waits for it, stops the engines and gives the lease back; the caller must do one of them.
 
-        Raises HeadwaterError: InvalidRequestError, QueueFullError, UnavailableError when an engine
-        is down, DeadlineError, CancelledError after `abort`.
+        Raises HeadwaterError: InvalidRequestError, QueueFullError, OverloadedError when the first
+        token would come too late, UnavailableError when an engine is down, DeadlineError,
+        CancelledError after `abort`.
         """
         switch = AbortSwitch()
         self._switches[request.request_id].add(switch)
@@ -103,6 +114,11 @@ class RouterCore:
             switch.throw()
         return bool(switches)
 
+    def predicted_ttft_seconds(self, num_tokens: int) -> float:
+        """When a request of so many tokens would see its first one; zero when nothing is known."""
+        wait = self.outlook.wait_seconds(self.admission.queue, num_tokens)
+        return wait + self.outlook.alone_seconds(num_tokens)
+
     async def stop(self) -> None:
         """Ends heartbeats and waits until the last leases are given back."""
         await self._leases.stop()
@@ -112,20 +128,21 @@ class RouterCore:
         self, request: RouterRequest, deadline: float | None
     ) -> AsyncGenerator[TextEvent, None]:
         watch = Stopwatch()
+        asked = self.objectives.of(request.objective_class)
         self._check_engines()
         prompt = await self.model.encode(request.prompt)
         sampling = _with_seed(self.model.fit(len(prompt), request.sampling))
-        preparation = self._preparation(request, prompt, sampling, deadline)
-        lease = await preparation.admitted()
-        watch.admitted()
+        preparation = self._preparation(request, prompt, sampling, asked.objective, deadline)
+        lease = await self._admitted(preparation, asked, watch)
         try:
-            async with aclosing(preparation.first(lease)) as steps:
+            async with aclosing(preparation.first(lease, may_extend=request.n == 1)) as steps:
                 async for step in steps:
                     if isinstance(step, float):
                         yield TextEvent("", prefill_progress=step)
                     else:
                         lease = step
-            watch.prefilled()
+            if lease.prefilled_tokens:
+                watch.prefilled()
             leases = [lease, *await preparation.forks(lease, request.n - 1)]
             branches = [
                 self._branch(i, each, request, sampling, preparation, watch)
@@ -133,17 +150,38 @@ class RouterCore:
             ]
             async with aclosing(merge([branch.events() for branch in branches])) as events:
                 async for event in events:
-                    self._count(event)
+                    self._count(event, asked)
                     yield event
         finally:
             preparation.close()
             self.admission.leave(watch.held_seconds())
+
+    async def _admitted(
+        self, preparation: Preparation, asked: Attainment, watch: Stopwatch
+    ) -> Lease:
+        """Waits for a place and a lease. Raises ResourceError when that would take too long."""
+        try:
+            self._shedding.check_arrival(asked.objective, preparation.num_prompt_tokens)
+            lease = await preparation.admitted()
+            watch.admitted()
+            num_new = preparation.num_prompt_tokens - lease.cached_tokens
+            try:
+                self._shedding.check_place(asked.objective, watch.queue_seconds(), num_new)
+            except OverloadedError:
+                preparation.close()
+                self.admission.leave(None)
+                raise
+        except ResourceError:
+            asked.shed()
+            raise
+        return lease
 
     def _preparation(
         self,
         request: RouterRequest,
         prompt: tuple[int, ...],
         sampling: SamplingParams,
+        objective: Objective,
         deadline: float | None,
     ) -> Preparation:
         assert sampling.max_tokens is not None  # ServedModel.fit fills it in
@@ -159,6 +197,8 @@ class RouterCore:
             leases=self._leases,
             background=self._background,
             recovery=self._recovery(request, deadline),
+            outlook=self.outlook,
+            objective=objective,
         )
 
     def _branch(
@@ -186,10 +226,11 @@ class RouterCore:
     def _recovery(self, request: RouterRequest, deadline: float | None) -> Recovery:
         return Recovery(request.request_id, self.engines, self._recovery_seconds, deadline)
 
-    def _count(self, event: TextEvent) -> None:
+    def _count(self, event: TextEvent, asked: Attainment) -> None:
         self.generated_tokens.add(len(event.tokens))
         if event.usage is not None and event.timings is not None:
             record_request(self.model.name, event.usage, event.timings)
+            asked.finished(event.usage, event.timings)
 
     def _check_engines(self) -> None:
         """Fails at once, and by name, instead of after a time-out."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headwater.generation import SamplingParams, TokenEvent
+from headwater.services.router.policy import DecodeLoad, PrefillLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Lease:
     ttl_seconds: float
     # The wire form, for the engine that writes under the lease; opaque to the router.
     handle: object
+    # Tokens of the prompt that prefill has computed. Zero: decode computes what is not cached.
+    prefilled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,16 @@ class Engine(Protocol):
 class PrefillEngine(Engine, Protocol):
     """Computes prompts into leased blocks."""
 
+    async def load(self) -> PrefillLoad:
+        """What computing takes, as the engine has measured it."""
+
     def prefill(
-        self, request_id: str, token_ids: Sequence[int], lease: Lease, deadline: float | None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        lease: Lease,
+        priority: int,
+        deadline: float | None,
     ) -> AsyncGenerator[float, None]:
         """Yields the share done, in [0, 1], and ends when all is done; closing it cancels."""
 
@@ -81,6 +92,9 @@ class DecodeEngine(Engine, Protocol):
     async def release(self, epoch: int, lease_ids: Sequence[int]) -> None:
         """Gives leases back; may be repeated."""
 
+    async def load(self) -> DecodeLoad:
+        """What computing takes, as the engine has measured it, and how many may generate."""
+
     async def kv_use(self) -> KvUse:
         """How full the pool is at the moment."""
 
@@ -92,9 +106,10 @@ class DecodeEngine(Engine, Protocol):
         output_token_ids: Sequence[int],
         sampling: SamplingParams,
         priority: int,
+        tpot_seconds: float,
         deadline: float | None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Yields the tokens that follow prompt and output; the last event has a finish reason.
 
-        Closing it cancels.
+        `tpot_seconds` is the wish for time per token. Closing it cancels.
         """

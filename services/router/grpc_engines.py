@@ -20,6 +20,7 @@ from headwater.kv.hashing import block_hashes
 from headwater.rpc.channel import open_channel
 from headwater.services.router.engines import KvUse, Lease
 from headwater.services.router.health import HealthWatch
+from headwater.services.router.policy import DecodeLoad, PrefillLoad
 from headwater.telemetry.tracing import outgoing_metadata, span
 from headwater.v1 import (
     decode_service_pb2,
@@ -29,6 +30,7 @@ from headwater.v1 import (
     prefill_service_pb2,
     prefill_service_pb2_grpc,
 )
+from headwater.wire.costs import pass_costs_from_pb
 from headwater.wire.generation import finish_reason_from_pb, sampling_to_pb, token_from_pb
 from headwater.wire.status import error_from_rpc
 
@@ -113,12 +115,26 @@ class GrpcPrefill(Peer):
         super().__init__("prefill", address, "headwater.v1.PrefillService")
         self._service = prefill_service_pb2_grpc.PrefillServiceStub(self.channel)
 
+    async def load(self) -> PrefillLoad:
+        """See PrefillEngine."""
+        request = prefill_service_pb2.GetPrefillStatusRequest()
+        status = await self.control(self._service.GetStatus, request, "telling its status")
+        return PrefillLoad(pass_costs_from_pb(status.costs), status.pending_tokens)
+
     async def prefill(
-        self, request_id: str, token_ids: Sequence[int], lease: Lease, deadline: float | None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        lease: Lease,
+        priority: int,
+        deadline: float | None,
     ) -> AsyncGenerator[float, None]:
         """See PrefillEngine."""
         request = prefill_service_pb2.PrefillRequest(
-            request_id=request_id, token_ids=token_ids, lease=cast("kv_pb2.KvLease", lease.handle)
+            request_id=request_id,
+            token_ids=token_ids,
+            lease=cast("kv_pb2.KvLease", lease.handle),
+            priority=priority,
         )
         with span("router.prefill"):
             call = self._service.Prefill(
@@ -182,6 +198,16 @@ class GrpcDecode(Peer):
         request = memory_service_pb2.ReleaseKvRequest(epoch=epoch, lease_ids=lease_ids)
         await self.control(self._memory.ReleaseKv, request, "releasing leases")
 
+    async def load(self) -> DecodeLoad:
+        """See DecodeEngine."""
+        request = decode_service_pb2.GetDecodeStatusRequest()
+        status = await self.control(self._service.GetStatus, request, "telling its status")
+        return DecodeLoad(
+            step_seconds=status.step_seconds,
+            extend_costs=pass_costs_from_pb(status.extend_costs),
+            batch_limit=max(1, status.batch_limit),
+        )
+
     async def kv_use(self) -> KvUse:
         """See DecodeEngine."""
         request = decode_service_pb2.GetDecodeStatusRequest()
@@ -197,6 +223,7 @@ class GrpcDecode(Peer):
         output_token_ids: Sequence[int],
         sampling: SamplingParams,
         priority: int,
+        tpot_seconds: float,
         deadline: float | None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """See DecodeEngine."""
@@ -208,6 +235,9 @@ class GrpcDecode(Peer):
             output_token_ids=output_token_ids,
             sampling=sampling_to_pb(sampling),
             priority=priority,
+            extends_prompt=not lease.prefilled_tokens,
+            prefilled_tokens=lease.prefilled_tokens or None,
+            tpot_objective_seconds=tpot_seconds,
         )
         with span("router.decode"):
             call = self._service.Generate(

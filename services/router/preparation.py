@@ -13,15 +13,19 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from headwater.errors import HeadwaterError, UnavailableError
+from headwater.services.router.engines import Lease
+from headwater.services.router.policy import PromptPath
 from headwater.telemetry.tracing import span
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Coroutine, Sequence
 
     from headwater.generation import SamplingParams, TokenEvent
+    from headwater.objectives import Objective
     from headwater.services.router.admission import Admission
-    from headwater.services.router.engines import DecodeEngine, Lease, PrefillEngine
+    from headwater.services.router.engines import DecodeEngine, PrefillEngine
     from headwater.services.router.leases import LeaseKeeper
+    from headwater.services.router.outlook import Outlook
     from headwater.services.router.recovery import Recovery
 
 logger = logging.getLogger(__name__)
@@ -60,6 +64,8 @@ class Preparation:
     leases: LeaseKeeper
     background: Background
     recovery: Recovery
+    outlook: Outlook
+    objective: Objective
     _open: dict[tuple[int, int], Lease] = dataclasses.field(default_factory=dict)
 
     @property
@@ -72,14 +78,16 @@ class Preparation:
         with span("router.queue"):
             return await self.admission.enter(self._reserve_prompt_at_last, self.deadline)
 
-    async def first(self, lease: Lease) -> AsyncGenerator[float | Lease, None]:
-        """Yields the share of the prompt done, in [0, 1], and at last the prefilled lease."""
+    async def first(self, lease: Lease, *, may_extend: bool) -> AsyncGenerator[float | Lease, None]:
+        """Yields the share of the prompt done, in [0, 1], and at last the lease to generate from.
+
+        With `may_extend` the prompt may be left to decode.
+        """
         while True:
             try:
-                async with aclosing(self._prefill(lease, self.prompt)) as shares:
-                    async for share in shares:
-                        yield share
-                yield lease
+                async with aclosing(self._compute(lease, may_extend=may_extend)) as steps:
+                    async for step in steps:
+                        yield step
                 return
             except UnavailableError as lost:
                 await self.recovery.wait(lost)
@@ -96,9 +104,10 @@ class Preparation:
             return await self._reserve(tokens, self.max_tokens - len(output))
 
         lease = await self.admission.room(reserve, self.deadline)
-        async with aclosing(self._prefill(lease, tokens)) as shares:
-            async for _ in shares:
-                pass
+        async with aclosing(self._compute(lease, may_extend=True)) as steps:
+            async for step in steps:
+                if isinstance(step, Lease):
+                    lease = step
         return lease
 
     async def forks(self, lease: Lease, count: int) -> list[Lease]:
@@ -107,17 +116,44 @@ class Preparation:
         async def fork() -> Lease:
             return await self.decode.fork(lease, self.num_prompt_tokens, self.deadline)
 
-        return [self._opened(await self.admission.room(fork, self.deadline)) for _ in range(count)]
+        forks = [await self.admission.room(fork, self.deadline) for _ in range(count)]
+        return [
+            self._opened(dataclasses.replace(each, prefilled_tokens=lease.prefilled_tokens))
+            for each in forks
+        ]
 
-    def generate(
+    async def generate(
         self, lease: Lease, sampling: SamplingParams, output: Sequence[int]
     ) -> AsyncGenerator[TokenEvent, None]:
         """The tokens that follow prompt and output."""
         # Stop strings are matched in the router; the decode engine refuses them.
         plain = dataclasses.replace(sampling, stop=(), include_stop=False)
-        return self.decode.generate(
-            self.name, lease, self.prompt, tuple(output), plain, self.priority, self.deadline
-        )
+        tpot_seconds = self.objective.tpot_seconds
+        with contextlib.ExitStack() as stage:
+            pending = None
+            if not lease.prefilled_tokens:
+                num_new = self.num_prompt_tokens + len(output) - lease.cached_tokens
+                pending = stage.enter_context(self.outlook.computing(PromptPath.EXTEND, num_new))
+            events = self.decode.generate(
+                self.name,
+                lease,
+                self.prompt,
+                tuple(output),
+                plain,
+                self.priority,
+                tpot_seconds,
+                self.deadline,
+            )
+            is_streaming = False
+            async with aclosing(events):
+                async for event in events:
+                    if not is_streaming:
+                        is_streaming = True
+                        if pending is not None:
+                            pending.done()
+                        stage.close()
+                        stage.enter_context(self.outlook.streaming(tpot_seconds))
+                    yield event
 
     def ended(self, lease: Lease) -> None:
         """Notes that decode has ended a lease itself."""
@@ -137,12 +173,34 @@ class Preparation:
         self._open[lease.epoch, lease.id] = lease
         return lease
 
-    async def _prefill(self, lease: Lease, tokens: Sequence[int]) -> AsyncGenerator[float, None]:
+    async def _compute(
+        self, lease: Lease, *, may_extend: bool
+    ) -> AsyncGenerator[float | Lease, None]:
+        """Has the prompt computed unless decode is to do it; see `first`.
+
+        An answer so far is decode's in any case: it computed it token by token, and other kernels
+        would give other bits.
+        """
+        num_new = self.num_prompt_tokens - lease.cached_tokens
+        if num_new <= 0 or (may_extend and self.outlook.choose(num_new) is PromptPath.EXTEND):
+            yield lease
+            return
+        with self.outlook.computing(PromptPath.PREFILL, num_new) as pending:
+            async with aclosing(self._prefill(lease)) as shares:
+                async for share in shares:
+                    pending.progressed(share)
+                    yield share
+            pending.done()
+        yield dataclasses.replace(lease, prefilled_tokens=self.num_prompt_tokens)
+
+    async def _prefill(self, lease: Lease) -> AsyncGenerator[float, None]:
         is_done = False
         try:
             with self.leases.keeping(lease):
                 async with aclosing(
-                    self.prefill.prefill(self.name, tokens, lease, self.deadline)
+                    self.prefill.prefill(
+                        self.name, self.prompt, lease, self.priority, self.deadline
+                    )
                 ) as shares:
                     async for share in shares:
                         self.recovery.progressed()

@@ -44,6 +44,7 @@ def new_request_id() -> str:
 class RouterRequest:
     """One request for `n` answers; with `wants_text` False only tokens are delivered.
 
+    `objective_class` names what the caller is promised; empty means the default class.
     `skip_special_tokens` leaves tokens that mark structure out of the text. Requests of a higher
     `priority` run first.
     """
@@ -55,6 +56,7 @@ class RouterRequest:
     skip_special_tokens: bool = True
     n: int = 1
     priority: int = 0
+    objective_class: str = ""
 
     def __post_init__(self) -> None:
         """Raises InvalidRequestError when the request id is too long or `n` out of range."""

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING
 
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
+from headwater.config import ObjectivesConfig
 from headwater.rpc.server import Registration
 from headwater.services.router.core import RouterCore
 from headwater.services.router.grpc_engines import GrpcDecode, GrpcPrefill
+from headwater.services.router.objectives import Objectives
+from headwater.services.router.outlook import Outlook
+from headwater.services.router.policy import PromptPath
+from headwater.services.router.polling import LoadPoller
 from headwater.services.router.served_model import ServedModel
 from headwater.services.router.servicer import RouterServicer
 from headwater.services.router.vllm_servicer import VllmServicer
@@ -29,6 +34,7 @@ class Router:
     def __init__(self, core: RouterCore, prefill: GrpcPrefill, decode: GrpcDecode) -> None:
         self.core = core
         self._peers = (prefill, decode)
+        self._poller = LoadPoller(core.outlook, self._peers)
         self._vllm = VllmServicer(core)
         self.registrations = (
             Registration(
@@ -51,6 +57,7 @@ class Router:
         """Begins to watch the engines."""
         for peer in self._peers:
             peer.start(self._changed.set)
+        self._poller.start()
 
     async def report_readiness(self, set_ready: Callable[[bool], Awaitable[None]]) -> None:
         """Calls `set_ready` whenever the router's own readiness changes; runs until cancelled."""
@@ -68,6 +75,7 @@ class Router:
 
     async def stop(self) -> None:
         """Gives back the last leases and closes the connections; after the server has stopped."""
+        await self._poller.stop()
         await self.core.stop()
         for peer in self._peers:
             await peer.close()
@@ -82,11 +90,15 @@ def build_router(
     max_running: int,
     max_waiting: int,
     recovery_seconds: float = 0.0,
+    prompt_path: str = "auto",
+    objectives: ObjectivesConfig | None = None,
 ) -> Router:
     """A router for the model in `model_dir`; to be called in a running event loop.
 
-    Raises CheckpointError when the folder's tokenizer, template or config.json is not usable.
+    Raises CheckpointError when the folder's tokenizer, template or config.json is not usable, and
+    ConfigError when `objectives` do not fit together.
     """
+    objectives = objectives or ObjectivesConfig()
     model = ServedModel.load(model_dir, model_name)
     prefill = GrpcPrefill(prefill_address)
     decode = GrpcDecode(decode_address)
@@ -97,5 +109,8 @@ def build_router(
         max_running=max_running,
         max_waiting=max_waiting,
         recovery_seconds=recovery_seconds,
+        objectives=Objectives(objectives.classes, objectives.default_class),
+        outlook=Outlook(None if prompt_path == "auto" else PromptPath(prompt_path)),
+        shed_factor=objectives.shed_factor,
     )
     return Router(core, prefill, decode)

@@ -25,6 +25,8 @@ async def run(config: Config) -> None:
         max_running=config.router.max_running_requests,
         max_waiting=config.router.max_waiting_requests,
         recovery_seconds=config.router.recovery_seconds,
+        prompt_path=config.router.prompt_path,
+        objectives=config.objectives,
     )
     server = Server(config.router.listen, router.registrations)
     await server.start()

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from headwater.errors import InvalidRequestError
+from headwater.services.router.policy import PromptPath
 from headwater.services.router.requests import (
     ChatPrompt,
     Prompt,
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
     from headwater.generation import TextEvent
     from headwater.rpc.interceptor import Context
     from headwater.services.router.core import RouterCore
+    from headwater.services.router.objectives import Attainment
 
+# Metadata by which any call, of either service, names its class of objectives.
+OBJECTIVE_CLASS_KEY = "headwater-objective-class"
 # gRPC reports a call without a deadline as one in the very far future.
 _NO_DEADLINE_SECONDS = 10 * 365 * 24 * 3600.0
 
@@ -48,7 +52,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Streams the answer."""
-        asked = _request_from_pb(request)
+        asked = _request_from_pb(request, objective_class_of(context))
         async with aclosing(self._core.generate(asked, deadline_of(context))) as events:
             async for event in events:
                 yield _event_to_pb(asked.request_id, event)
@@ -84,6 +88,10 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
                 )
                 for engine in core.engines
             ],
+            objectives=[_attainment_to_pb(attainment) for attainment in core.objectives.all],
+            prefilled_requests=core.outlook.num_chosen[PromptPath.PREFILL],
+            extended_requests=core.outlook.num_chosen[PromptPath.EXTEND],
+            predicted_ttft_seconds=core.predicted_ttft_seconds(1),
         )
 
 
@@ -95,13 +103,35 @@ def deadline_of(context: Context) -> float | None:
     return time.monotonic() + float(left)
 
 
-def _request_from_pb(request: pb.GenerateRequest) -> RouterRequest:
+def objective_class_of(context: Context) -> str:
+    """The class of objectives that the call's metadata names; empty when they name none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == OBJECTIVE_CLASS_KEY and isinstance(value, str):
+            return value
+    return ""
+
+
+def _attainment_to_pb(attainment: Attainment) -> pb.ObjectiveAttainment:
+    return pb.ObjectiveAttainment(
+        name=attainment.objective.name,
+        ttft_objective_seconds=attainment.objective.ttft_seconds,
+        tpot_objective_seconds=attainment.objective.tpot_seconds,
+        finished_requests=attainment.num_finished,
+        attained_requests=attainment.num_attained,
+        missed_ttft_requests=attainment.num_missed_ttft,
+        missed_tpot_requests=attainment.num_missed_tpot,
+        shed_requests=attainment.num_shed,
+    )
+
+
+def _request_from_pb(request: pb.GenerateRequest, objective_class: str) -> RouterRequest:
     return RouterRequest(
         _prompt_from_pb(request),
         sampling_from_pb(request.sampling),
         request.request_id or new_request_id(),
         n=request.n or 1,
         priority=request.priority,
+        objective_class=request.objective_class or objective_class,
     )
 
 

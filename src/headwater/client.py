@@ -54,13 +54,15 @@ class Client:
         prompt: str | Sequence[int],
         sampling: SamplingParams | None = None,
         *,
+        objective_class: str = "",
         timeout_seconds: float | None = None,
     ) -> AsyncGenerator[TextEvent, None]:
         """Continues a text or a list of token ids.
 
-        Raises the HeadwaterError that the service reports.
+        `objective_class` names one of the router's classes of service objectives; empty means its
+        default. Raises the HeadwaterError that the service reports.
         """
-        request = router_service_pb2.GenerateRequest()
+        request = router_service_pb2.GenerateRequest(objective_class=objective_class)
         if isinstance(prompt, str):
             request.text = prompt
         else:
@@ -74,13 +76,14 @@ class Client:
         messages: Sequence[tuple[str, str]],
         sampling: SamplingParams | None = None,
         *,
+        objective_class: str = "",
         timeout_seconds: float | None = None,
     ) -> AsyncGenerator[TextEvent, None]:
-        """Answers a conversation of (role, content) turns.
+        """Answers a conversation of (role, content) turns; see `generate`.
 
         Raises the HeadwaterError that the service reports.
         """
-        request = router_service_pb2.GenerateRequest()
+        request = router_service_pb2.GenerateRequest(objective_class=objective_class)
         for role, content in messages:
             request.chat.messages.add(role=role, content=content)
         async with aclosing(self._stream(request, sampling, timeout_seconds)) as events:

@@ -14,7 +14,8 @@
     │   └── StaleEpochError         ... because its pool has been replaced
     ├── ResourceError               no room now; worth another try
     │   ├── KvExhaustedError        ... in the KV pool
-    │   └── QueueFullError          ... in the router's queue
+    │   ├── QueueFullError          ... in the router's queue
+    │   └── OverloadedError         ... to be served in the time that its class promises
     ├── UnavailableError            a peer is down, loading or stopping
     ├── DeadlineError               the caller's deadline passed
     ├── CancelledError              the caller cancelled
@@ -138,6 +139,10 @@ class KvExhaustedError(ResourceError):
 
 class QueueFullError(ResourceError):
     """The router holds as many waiting requests as it may."""
+
+
+class OverloadedError(ResourceError):
+    """The request would wait longer for its first token than its class of objectives allows."""
 
 
 class UnavailableError(HeadwaterError):

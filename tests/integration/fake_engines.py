@@ -107,7 +107,7 @@ class FakeDecode(
             lease=kv_pb2.KvLease(
                 lease_id=lease_id,
                 segment=kv_pb2.SegmentHandle(name="fake", epoch=self.epoch),
-                cached_tokens=1,
+                cached_tokens=1 if request.prompt_tokens > 1 else 0,
                 ttl_ms=self.ttl_ms,
             )
         )

@@ -44,6 +44,8 @@ class Stack:
             "kv.pool_tokens=4096",
             "decode.threads=1",
             "prefill.threads=1",
+            # Left to itself the router chooses by what it measures, which tests cannot foretell.
+            "router.prompt_path=prefill",
             f"decode.listen={self.addresses['decode']}",
             f"prefill.listen={self.addresses['prefill']}",
             f"prefill.decode_address={self.addresses['decode']}",

@@ -108,7 +108,12 @@ async def test_mixed_requests_are_answered_as_if_alone(
     make_stack: Callable[..., Stack], tiny_model: Path, shm_prefix: str
 ) -> None:
     # 40 blocks of 16 tokens; the largest request alone needs 22.
-    stack = make_stack("kv.pool_tokens=640", "decode.max_batch=8", "prefill.chunk_tokens=64")
+    stack = make_stack(
+        "kv.pool_tokens=640",
+        "decode.max_batch=8",
+        "prefill.chunk_tokens=64",
+        "router.prompt_path=auto",
+    )
     stack.start()
     print(f"seed {SEED}")
     cases = make_cases(SEED)

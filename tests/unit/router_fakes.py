@@ -10,6 +10,9 @@ from headwater.errors import UnavailableError
 from headwater.generation import FinishReason, SamplingParams, Token, TokenEvent
 from headwater.services.router.core import RouterCore
 from headwater.services.router.engines import KvUse, Lease
+from headwater.services.router.objectives import Objectives
+from headwater.services.router.outlook import Outlook
+from headwater.services.router.policy import DecodeLoad, PrefillLoad, PromptPath
 from headwater.services.router.served_model import ServedModel
 
 MODEL_DIR = Path(__file__).parents[1] / "data" / "text_model"
@@ -30,10 +33,20 @@ class FakePrefill:
         self.started = asyncio.Event()
         self.is_cancelled = False
         self.deadline: float | None = None
+        self.prompts: list[tuple[int, ...]] = []
+
+    async def load(self) -> PrefillLoad:
+        return PrefillLoad()
 
     async def prefill(
-        self, request_id: str, token_ids: Sequence[int], lease: Lease, deadline: float | None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        lease: Lease,
+        priority: int,
+        deadline: float | None,
     ) -> AsyncGenerator[float, None]:
+        self.prompts.append(tuple(token_ids))
         self.deadline = deadline
         try:
             if self.error is not None:
@@ -74,6 +87,8 @@ class FakeDecode:
         # Positions in the script at which the engine goes away, once each.
         self.deaths: set[int] = set()
         self.prompt: Sequence[int] = ()
+        # What generate was called with, each time.
+        self.leases: list[Lease] = []
 
     async def reserve(
         self,
@@ -86,7 +101,8 @@ class FakeDecode:
         if self.reserve_errors:
             raise self.reserve_errors.pop(0)
         self.reserved.append((len(token_ids), max_new_tokens))
-        return Lease(len(self.reserved), 7, 3, self.ttl_seconds, handle=None)
+        cached_tokens = min(3, len(token_ids) - 1)
+        return Lease(len(self.reserved), 7, cached_tokens, self.ttl_seconds, handle=None)
 
     async def fork(self, lease: Lease, prompt_tokens: int, deadline: float | None) -> Lease:
         self.num_forks += 1
@@ -99,6 +115,9 @@ class FakeDecode:
     async def release(self, epoch: int, lease_ids: Sequence[int]) -> None:
         self.released.extend(lease_ids)
 
+    async def load(self) -> DecodeLoad:
+        return DecodeLoad()
+
     async def kv_use(self) -> KvUse:
         return KvUse(num_blocks=8, num_free_blocks=8, block_tokens=16)
 
@@ -110,8 +129,10 @@ class FakeDecode:
         output_token_ids: Sequence[int],
         sampling: SamplingParams,
         priority: int,
+        tpot_seconds: float,
         deadline: float | None,
     ) -> AsyncGenerator[TokenEvent, None]:
+        self.leases.append(lease)
         self.sampling = sampling
         self.samplings.append(sampling)
         self.prompt = prompt_token_ids
@@ -151,15 +172,21 @@ class Rig:
         max_running: int = 4,
         max_waiting: int = 4,
         recovery_seconds: float = 0.0,
+        shed_factor: float = 1.0,
+        forced: PromptPath | None = None,
     ) -> None:
         self.model = ServedModel.load(MODEL_DIR, "tiny")
         self.prefill = FakePrefill()
         self.decode = FakeDecode(script_of(self.model, answer))
+        self.outlook = Outlook(forced)
         self.core = RouterCore(
             model=self.model,
             prefill=self.prefill,
             decode=self.decode,
+            objectives=Objectives("interactive=30/0.05, batch=600/1", "interactive"),
+            outlook=self.outlook,
             max_running=max_running,
             max_waiting=max_waiting,
             recovery_seconds=recovery_seconds,
+            shed_factor=shed_factor,
         )

@@ -44,6 +44,16 @@ _CALLS: dict[str, tuple[Callable[[grpc.Channel], Any], Callable[[], Any]]] = {
     ),
 }
 
+_CLASS_TITLES = (
+    "CLASS",
+    "TTFT, TPOT",
+    "FINISHED",
+    "ATTAINED",
+    "LATE",
+    "SLOW",
+    "SHED",
+)
+
 
 def status(arguments: argparse.Namespace, config: Config) -> int:
     """Prints the state of the stack; the exit status is 1 when a process is not serving."""
@@ -117,6 +127,17 @@ def _print_tables(states: dict[str, Any], segments: list[dict[str, Any]]) -> Non
         )
     elif segments:
         print("\nsegments " + ", ".join(segment["name"] for segment in segments))
+    if objectives := states["router"].get("objectives"):
+        print()
+        print_table(_CLASS_TITLES, [_class_row(objective) for objective in objectives])
+
+
+def _class_row(objective: dict[str, Any]) -> tuple[object, ...]:
+    finished, attained = (int(objective[f"{key}_requests"]) for key in ("finished", "attained"))
+    wishes = f"{objective['ttft_objective_seconds']:g} s, {objective['tpot_objective_seconds']:g} s"
+    misses = (objective[f"{key}_requests"] for key in ("missed_ttft", "missed_tpot", "shed"))
+    share = f"{attained / finished:.1%}" if finished else ""
+    return (objective["name"], wishes, finished, share, *misses)
 
 
 def _placement_text(placement: dict[str, Any]) -> str:

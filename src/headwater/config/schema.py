@@ -2,7 +2,7 @@
 
 The section and field names are the keys of the TOML file; see headwater.config.sources for where
 values come from. A field's metadata holds `help` and, for checks, `low`, `high`, `choices` or
-`kind` ("address": host:port).
+`kind` ("address": host:port; "objectives": see headwater.objectives).
 """
 
 from __future__ import annotations
@@ -96,6 +96,35 @@ class PrefillConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuConfig:
+    """The GPU through which prefill streams the weights."""
+
+    prefill: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "whether prompts are computed on a GPU: auto where there is one that will do, on or not at "
+        "all, or off",
+        choices=("auto", "on", "off"),
+    )
+    device: int = setting(0, "number of the CUDA device", low=0, high=63)
+    vram_gib: float = setting(
+        0.0, "device memory to use, in GiB; 0: all that is free", low=0.0, high=10_000.0
+    )
+    sweep_tokens: int = setting(
+        65536,
+        "tokens computed in one pass over the weights, if device memory allows",
+        low=128,
+        high=1_048_576,
+    )
+    quantize_from: int = setting(
+        32768,
+        "passes of so many tokens round activations that meet FP8 experts to FP8: they take longer "
+        "to compute than to stream; shorter ones keep BF16",
+        low=0,
+        high=2**31,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The router process."""
 
@@ -110,11 +139,36 @@ class RouterConfig:
     max_waiting_requests: int = setting(
         256, "requests waiting at once; more are refused", low=0, high=1_000_000
     )
+    prompt_path: Literal["auto", "prefill", "extend"] = setting(
+        "auto",
+        "who computes prompts: prefill, decode (extend), or whoever is expected to be faster",
+        choices=("auto", "prefill", "extend"),
+    )
     recovery_seconds: float = setting(
         60.0, "how long a request waits for an engine it lost, in seconds", low=0.0, high=3600.0
     )
     grace_seconds: float = setting(
         10.0, "time for running requests to end at a stop, in seconds", low=0.0, high=3600.0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectivesConfig:
+    """What classes of requests are promised, and when a request is refused instead."""
+
+    classes: str = setting(
+        "interactive=30/0.05, batch=600/1",
+        "classes of requests: name=TTFT/TPOT, ..., in seconds to the first token and per token "
+        "after it",
+        kind="objectives",
+    )
+    default_class: str = setting("interactive", "class of requests that name none")
+    shed_factor: float = setting(
+        1.0,
+        "refuse a request whose first token is expected later than this many times its class's "
+        "TTFT; 0: never",
+        low=0.0,
+        high=1000.0,
     )
 
 
@@ -161,7 +215,9 @@ class Config:
     kv: KvConfig = field(default_factory=KvConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    objectives: ObjectivesConfig = field(default_factory=ObjectivesConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     state: StateConfig = field(default_factory=StateConfig)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.config.schema import Config
 from headwater.errors import ConfigError
+from headwater.objectives import parse_objectives
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -141,6 +142,8 @@ def _checked(where: str, field: Field[Any], value: Any) -> Any:
     kind = limits.get("kind")
     if kind == "address":
         _check_address(where, value)
+    if kind == "objectives":
+        _check_objectives(where, value)
     if kind == "shm_prefix" and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", value):
         raise ConfigError(
             f"{where}: must be 1 to 64 letters, digits, '_' or '-', starting with a letter or "
@@ -181,6 +184,13 @@ def _check_address(where: str, value: str) -> None:
         raise ConfigError(
             f"{where}: must have the form host:port with a port from 0 to 65535, got {value!r}"
         )
+
+
+def _check_objectives(where: str, value: str) -> None:
+    try:
+        parse_objectives(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _suggest(variable: str, known: Mapping[str, object]) -> str:

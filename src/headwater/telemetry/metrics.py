@@ -34,6 +34,36 @@ _generated_tokens = _meter.create_counter(
     "headwater.generation_tokens", unit="{token}", description="Tokens of finished requests"
 )
 
+_slo_finished = _meter.create_counter(
+    "headwater.slo.finished", unit="{request}", description="Requests that ended well"
+)
+_slo_attained = _meter.create_counter(
+    "headwater.slo.attained", unit="{request}", description="... and met both objectives"
+)
+_slo_missed_ttft = _meter.create_counter(
+    "headwater.slo.missed_ttft", unit="{request}", description="... but had their first token late"
+)
+_slo_missed_tpot = _meter.create_counter(
+    "headwater.slo.missed_tpot", unit="{request}", description="... but had slow tokens"
+)
+_slo_shed = _meter.create_counter(
+    "headwater.slo.shed", unit="{request}", description="Requests refused for lack of time or room"
+)
+
+
+def record_outcome(objective_class: str, *, is_early: bool, is_fast: bool) -> None:
+    """Counts a request that ended well, against the objectives of its class."""
+    attributes = {"headwater.objective_class": objective_class}
+    _slo_finished.add(1, attributes)
+    _slo_attained.add(int(is_early and is_fast), attributes)
+    _slo_missed_ttft.add(int(not is_early), attributes)
+    _slo_missed_tpot.add(int(not is_fast), attributes)
+
+
+def record_shed(objective_class: str) -> None:
+    """Counts a request that was refused early."""
+    _slo_shed.add(1, {"headwater.objective_class": objective_class})
+
 
 def record_request(model_name: str, usage: Usage, timings: Timings) -> None:
     """Counts a request that ended well."""

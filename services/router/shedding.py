@@ -1,0 +1,54 @@
+"""Refuses requests early whose first token would come too late anyway.
+
+A refusal costs nothing and says when to try again; a request that fails after it has waited has
+cost others their time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headwater.errors import OverloadedError
+from headwater.services.router.policy import limit_seconds
+
+if TYPE_CHECKING:
+    from headwater.objectives import Objective
+    from headwater.services.router.admission import Admission
+    from headwater.services.router.outlook import Outlook
+
+_MIN_RETRY_MS = 100
+_MAX_RETRY_MS = 30_000
+
+
+class Shedding:
+    """The two checks: on arrival, and with a place, when it is known how much is cached."""
+
+    def __init__(self, outlook: Outlook, admission: Admission, shed_factor: float) -> None:
+        self._outlook = outlook
+        self._admission = admission
+        self._factor = shed_factor
+
+    def check_arrival(self, objective: Objective, num_prompt_tokens: int) -> None:
+        """Raises OverloadedError when waiting for others alone would take too long."""
+        wait = self._outlook.wait_seconds(self._admission.queue, num_prompt_tokens)
+        self._check(objective, wait, num_prompt_tokens)
+
+    def check_place(self, objective: Objective, waited_seconds: float, num_new_tokens: int) -> None:
+        """The same for a request that holds a place, with `num_new_tokens` to compute."""
+        wait = self._outlook.wait_seconds(self._admission.queue_behind_none, num_new_tokens)
+        alone = self._outlook.alone_seconds(num_new_tokens)
+        self._check(objective, waited_seconds + wait + alone, num_new_tokens)
+
+    def _check(self, objective: Objective, expected_seconds: float, num_tokens: int) -> None:
+        alone = self._outlook.alone_seconds(num_tokens)
+        limit = limit_seconds(objective.ttft_seconds, alone, self._factor)
+        if expected_seconds <= limit:
+            return
+        late_ms = int(1000 * (expected_seconds - limit))
+        retry_after_ms = min(max(late_ms, _MIN_RETRY_MS), _MAX_RETRY_MS)
+        raise OverloadedError(
+            f"the first token is expected in {expected_seconds:.3g} s, later than the "
+            f"{limit:.3g} s that requests of class {objective.name} may wait; try again in "
+            f"{retry_after_ms} ms, or ask with another class",
+            retry_after_ms,
+        )
