@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import grpc
 
 from headwater.errors import InternalError, InvalidRequestError, SegmentError
-from headwater.kernels import Mode
-from headwater.kernels.model import NativeTransformer
 from headwater.kv.writer import KvWriter
 from headwater.model.spec import ModelSpec
 from headwater.rpc.channel import open_channel
@@ -26,8 +24,9 @@ from headwater.wire.status import error_from_rpc
 from headwater.wire.weights import tensor_entry_from_pb
 
 if TYPE_CHECKING:
-    from headwater.kernels import WorkerPool
     from headwater.kv.lease import KvLease
+    from headwater.model.interface import Model
+    from headwater.services.prefill.models import PromptModels
     from headwater.v1 import weights_pb2
 
 logger = logging.getLogger(__name__)
@@ -38,14 +37,14 @@ RETRY_SECONDS = 0.25
 class Attachment:
     """The attached model and pool."""
 
-    def __init__(self, decode_address: str, workers: WorkerPool) -> None:
-        self._workers = workers
+    def __init__(self, decode_address: str, models: PromptModels) -> None:
+        self._models = models
         self._channel = open_channel(decode_address)
         self._memory_service = memory_service_pb2_grpc.MemoryServiceStub(self._channel)
         self._lock = asyncio.Lock()
         self._writer: KvWriter | None = None
         self.store: WeightsStore | None = None
-        self.model: NativeTransformer | None = None
+        self.model: Model | None = None
         self.model_name = ""
         self.vocab_size = 0
 
@@ -62,7 +61,7 @@ class Attachment:
                 logger.warning("the weights cannot be attached yet: %s", error)
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def writer_for(self, lease: KvLease) -> tuple[NativeTransformer, KvWriter]:
+    async def writer_for(self, lease: KvLease) -> tuple[Model, KvWriter]:
         """The model and the pool that the lease belongs to.
 
         Raises SegmentError when the pool cannot be attached, UnavailableError when decode is away,
@@ -80,6 +79,7 @@ class Attachment:
     async def close(self) -> None:
         """Detaches all."""
         await self._channel.close()
+        self._models.close()
         if self._writer is not None:
             self._writer.close()
         if self.store is not None:
@@ -121,7 +121,7 @@ class Attachment:
         spec = ModelSpec.from_json(manifest.config_json, "config.json")
         previous = self.store
         self.store = store
-        self.model = NativeTransformer(spec, store, self._workers, mode=Mode.PREFILL)
+        self.model = self._models.make(spec, store)
         self.model_name = manifest.model_name
         self.vocab_size = spec.vocab_size
         logger.info("attached the weights %s of %s", manifest.segment.name, manifest.model_name)

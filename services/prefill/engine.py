@@ -69,6 +69,11 @@ class PrefillEngine:
         """What passes take."""
         return self._meter.costs
 
+    def use_passes_of(self, num_tokens: int) -> None:
+        """Passes take up to so many tokens from now on: what the model has memory for."""
+        self._scheduler.pass_tokens = num_tokens
+        self._meter.max_tokens_per_pass = num_tokens
+
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()

@@ -28,7 +28,7 @@ class PrefillScheduler:
     """Keeps the prompts that are not done, in the order of who goes first."""
 
     def __init__(self, pass_tokens: int) -> None:
-        self._pass_tokens = pass_tokens
+        self.pass_tokens = pass_tokens
         self.jobs: list[PrefillJob] = []
 
     @property
@@ -57,7 +57,7 @@ class PrefillScheduler:
         first = self.jobs[0]
         peers = [j for j in self.jobs if j.writer is first.writer and j.model is first.model]
         shares: list[Share] = []
-        left = self._pass_tokens
+        left = self.pass_tokens
         for _, equals in groupby(peers, key=lambda job: job.priority):
             jobs = list(equals)
             counts = share_tokens([job.num_pending for job in jobs], left)

@@ -9,6 +9,7 @@ from headwater.kernels.start import start_workers
 from headwater.rpc.server import Registration, Server, stop_signal
 from headwater.services.prefill.attachment import Attachment
 from headwater.services.prefill.engine import PrefillEngine
+from headwater.services.prefill.models import PromptModels
 from headwater.services.prefill.servicer import PrefillServicer
 from headwater.telemetry.metrics import observe
 from headwater.v1 import prefill_service_pb2_grpc
@@ -21,7 +22,8 @@ async def run(config: Config) -> None:
     """Serves until SIGTERM. Raises HeadwaterError when it cannot start."""
     stop = stop_signal()
     workers = start_workers(config.prefill.threads)
-    attachment = Attachment(config.prefill.decode_address, workers)
+    models = PromptModels(config.gpu, workers)
+    attachment = Attachment(config.prefill.decode_address, models)
     engine = PrefillEngine(
         chunk_tokens=config.prefill.chunk_tokens, max_waiting=config.prefill.max_waiting
     )
@@ -43,6 +45,7 @@ async def run(config: Config) -> None:
             "headwater.prefill.waiting_requests": engine.num_waiting,
             "headwater.prefill.pending_tokens": engine.num_pending_tokens,
             "headwater.prefill.prompt_tokens_per_second": engine.computed.per_second(),
+            "headwater.prefill.streamed_bytes": models.streamed_bytes,
         }
     )
     attaching = asyncio.create_task(attachment.attach_weights())
@@ -52,6 +55,8 @@ async def run(config: Config) -> None:
         if not stop.is_set():
             await attaching
             assert attachment.model is not None, "the weights are attached"
+            if models.max_tokens is not None:
+                engine.use_passes_of(models.max_tokens)
             engine.calibrate(attachment.model)
             await server.set_ready(True)
             await stopping

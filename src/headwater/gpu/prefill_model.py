@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from headwater.errors import ResourceError
 from headwater.gpu.attention import add_attention, normalised
 from headwater.gpu.dense import DenseWeights, add_gated_network
 from headwater.gpu.kv_export import KvExport
@@ -82,13 +84,30 @@ class StreamedModel:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Token ids, int64 [T] on the host -> FP32 [T, hidden] on the device; begins a sweep."""
         self.streamer.reset()
+        if self.device.type == "cuda":
+            # Triton launches on the thread's own current device.
+            torch.cuda.set_device(self.device)
         return self._weights.tensor("embed")[token_ids].to(self.device).float()
 
     def forward_layer(self, index: int, hidden: Tensor, batch: Batch, pages: KvPages) -> Tensor:
         """One layer, in place: FP32 [T, hidden] on the device. The layer's KV is in `pages` after.
 
         Before the last layer the device may still compute when this returns.
+
+        Raises ResourceError when the device's memory does not do, which harms this sweep alone.
         """
+        try:
+            self._compute_layer(index, hidden, batch, pages)
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"{self.device}: out of memory in a sweep of {len(hidden)} tokens; lower "
+                "gpu.sweep_tokens or gpu.vram_gib, or free the device's memory"
+            ) from error
+        if index == self.spec.num_layers - 1:
+            self.streamer.queues.mark_computed().synchronize()
+        return hidden
+
+    def _compute_layer(self, index: int, hidden: Tensor, batch: Batch, pages: KvPages) -> None:
         spec, layer = self.spec.layers[index], self._layout.layers[index]
         parts = self.streamer.take(layer.dense_key)
         weights = DenseWeights(
@@ -105,9 +124,6 @@ class StreamedModel:
             add_gated_network(hidden, x, weights, "ffn", SLICE_TOKENS)
             self.streamer.release()
         self._export.finish(index, batch, pages)
-        if index == self.spec.num_layers - 1:
-            self.streamer.queues.mark_computed().synchronize()
-        return hidden
 
     def forward(self, batch: Batch, pages: KvPages) -> Tensor:
         """All layers over the batch's tokens: hidden states before the final norm, [T, hidden]."""
