@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from headwater.errors import InvalidRequestError, PromptTooLongError
 from headwater.generation import check_request_id
+from headwater.kv.feed import KvEventFeed
 from headwater.v1 import memory_service_pb2 as pb
 from headwater.v1 import memory_service_pb2_grpc, weights_pb2
-from headwater.wire.kv import kv_lease_to_pb, segment_handle_to_pb
+from headwater.wire.kv import kv_events_to_pb, kv_lease_to_pb, segment_handle_to_pb
 from headwater.wire.weights import tensor_batches
 
 if TYPE_CHECKING:
@@ -80,3 +82,30 @@ class MemoryServicer(memory_service_pb2_grpc.MemoryServiceServicer):
         """Ends leases."""
         self._owner.ready().pool.release(request.epoch, request.lease_ids)
         return pb.ReleaseKvResponse()
+
+    async def WatchKvEvents(
+        self, request: pb.WatchKvEventsRequest, context: Context
+    ) -> AsyncIterator[pb.WatchKvEventsResponse]:
+        """What the prefix cache holds, and each change of it, until the process ends."""
+        pool = self._owner.ready().pool
+        await context.send_initial_metadata(())
+        draining = asyncio.create_task(self._owner.draining.wait())
+        try:
+            with KvEventFeed(pool) as feed:
+                while not draining.done():
+                    coming = asyncio.create_task(feed.next())
+                    try:
+                        await asyncio.wait((coming, draining), return_when=asyncio.FIRST_COMPLETED)
+                        if coming.done():
+                            yield kv_events_to_pb(
+                                coming.result(), pool.epoch, pool.layout.block_tokens
+                            )
+                    finally:
+                        coming.cancel()
+        finally:
+            draining.cancel()
+
+    async def FlushKv(self, request: pb.FlushKvRequest, context: Context) -> pb.FlushKvResponse:
+        """Empties the prefix cache."""
+        flushed, remaining = self._owner.ready().pool.flush()
+        return pb.FlushKvResponse(flushed_blocks=flushed, remaining_blocks=remaining)

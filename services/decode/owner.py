@@ -81,6 +81,7 @@ class MemoryOwner:
         self._ready: ReadyMemory | None = None
         self._loaded = asyncio.Event()
         self._is_closing = False
+        self.draining = asyncio.Event()
 
     def ready(self) -> ReadyMemory:
         """Raises UnavailableError while the weights are loading."""
@@ -120,6 +121,10 @@ class MemoryOwner:
         lease, copies = ready.pool.fork(epoch, lease_id, prompt_tokens)
         ready.memory.copy(copies)
         return lease
+
+    def drain(self) -> None:
+        """Ends the streams that last for ever; to be called before the server is stopped."""
+        self.draining.set()
 
     def close(self) -> None:
         """Removes the KV pool; the weights stay for the next start."""

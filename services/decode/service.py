@@ -83,6 +83,7 @@ async def run(config: Config) -> None:
         await server.set_ready(True)
         await asyncio.wait((stopping, sweeping), return_when=asyncio.FIRST_COMPLETED)
         sweeping.cancel()
+        owner.drain()
         await server.stop(config.decode.grace_seconds)
         engine.stop()
     finally:

@@ -18,10 +18,12 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from headwater.errors import CancelledError, InvalidRequestError
 from headwater.generation import FinishReason, Token, Usage
+from headwater.services.router.prefix_cache import PrefixCache
 from headwater.services.router.requests import RouterRequest, TextPrompt, TokenPrompt
 from headwater.services.router.servicer import deadline_of
 from headwater.services.router.tokenizer_archive import TokenizerArchive
 from headwater.wire.vllm import chunk_to_vllm, complete_to_vllm, sampling_from_vllm
+from headwater.wire.vllm_kv import KvEventWriter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -38,6 +40,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._started_at = time.monotonic()
         self._last_receive_unix_seconds = time.time()
         self._stopping = asyncio.Event()
+        self._prefix_cache = PrefixCache(core.decode.address)
 
     def stop(self) -> None:
         """Ends the streams that otherwise last for ever."""
@@ -153,12 +156,26 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Stays open without an event: changes of the prefix cache are not told yet."""
+        """What decode's prefix cache holds, then each change, whatever becomes of decode."""
         # The gateway takes a stream without headers for a worker that hangs.
         await context.send_initial_metadata(())
-        await self._stopping.wait()
-        return
-        yield  # makes this a generator, as a streaming method must be
+        writer = KvEventWriter(request.start_sequence_number)
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            async with aclosing(self._prefix_cache.follow()) as batches:
+                while not stopping.done():
+                    coming = asyncio.ensure_future(anext(batches))
+                    try:
+                        await asyncio.wait((coming, stopping), return_when=asyncio.FIRST_COMPLETED)
+                        if coming.done():
+                            block_tokens, batch = coming.result()
+                            yield writer.write(batch, block_tokens)
+                    finally:
+                        # The generator can be closed only when nobody waits in it.
+                        coming.cancel()
+                        await asyncio.wait((coming,))
+        finally:
+            stopping.cancel()
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Not offered."""
@@ -170,10 +187,12 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Not offered."""
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "FlushCache: the prefix cache is not flushed on request"
-        )
+        """Empties the prefix cache; what requests under way hold, after they end, if in time."""
+        flushed, remaining = await self._prefix_cache.flush(request.timeout_s)
+        message = f"{flushed} blocks flushed"
+        if remaining:
+            message += f"; {remaining} are held by requests under way, try again later"
+        return common_pb2.FlushCacheResponse(success=not remaining, message=message)
 
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context

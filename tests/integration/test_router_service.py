@@ -400,7 +400,6 @@ async def test_vllm_kv_events_answer_at_once_and_stay_open(rig: Rig) -> None:
     ("method", "request_message"),
     [
         ("Embed", vllm_engine_pb2.EmbedRequest()),
-        ("FlushCache", common_pb2.FlushCacheRequest()),
         ("StartProfile", common_pb2.StartProfileRequest()),
         ("StopProfile", common_pb2.StopProfileRequest()),
     ],

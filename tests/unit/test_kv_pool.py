@@ -247,7 +247,7 @@ def test_another_start_finds_nothing(pool: KvPool, writer: KvWriter) -> None:
 
 def test_the_longest_unused_goes_first(pool: KvPool, writer: KvWriter) -> None:
     events: list[BlockEvent] = []
-    pool._table._on_event = events.append
+    assert pool.listen(events.append) == []
     pool.finish(complete(pool, writer, range(0, 12)))
     pool.finish(complete(pool, writer, range(100, 112)))
     pool.release(EPOCH, [pool.reserve("use", 12, 1, names_of(range(0, 12))).lease_id])
@@ -261,6 +261,7 @@ def test_the_longest_unused_goes_first(pool: KvPool, writer: KvWriter) -> None:
     stored = [event for event in events if event.is_stored]
     assert [event.parent for event in stored[:2]] == [b"", stored[0].name]
     assert stored[1].token_ids == (4, 5, 6, 7)
+    pool.unlisten(events.append)
 
 
 def test_growth_and_giving_up(pool: KvPool, writer: KvWriter) -> None:

@@ -95,8 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure kernels, models and running stacks")
     add_bench_subjects(bench, settings=settings, formats=_FORMATS)
 
-    shm = command("shm", "shm", "shm", "list or clean shared-memory segments")
-    shm.add_argument("action", choices=("ls", "reap"))
+    shm = command("shm", "shm", "shm", "list or clean shared memory")
+    shm.add_argument(
+        "action",
+        choices=("ls", "reap", "flush"),
+        help="ls: segments; reap: remove those that nobody owns; flush: empty the prefix cache",
+    )
     shm.add_argument("--release", action="store_true", help="reap: free unused weights as well")
     shm.add_argument("--json", action="store_true", help="print JSON")
 

@@ -1,18 +1,26 @@
-"""`headwater shm ls|reap`: what lies in /dev/shm, and the removal of what nobody needs."""
+"""`headwater shm ls|reap|flush`: what lies in shared memory; removing what nobody needs."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING
 
+import grpc
+
 from headwater.cli.table import print_table
+from headwater.rpc.channel import open_channel
 from headwater.shm import list_segments, reap
+from headwater.v1 import memory_service_pb2, memory_service_pb2_grpc
+from headwater.wire.status import error_from_rpc
 
 if TYPE_CHECKING:
     import argparse
 
     from headwater.config import Config
     from headwater.shm import SegmentInfo
+
+FLUSH_SECONDS = 10.0
 
 
 def shm(arguments: argparse.Namespace, config: Config) -> int:
@@ -21,12 +29,37 @@ def shm(arguments: argparse.Namespace, config: Config) -> int:
         removed = reap(config.shm.name_prefix, release_weights=arguments.release)
         print(json.dumps(removed) if arguments.json else "\n".join(removed) or "nothing to remove")
         return 0
+    if arguments.action == "flush":
+        _flush(config.decode.listen, as_json=arguments.json)
+        return 0
     segments = list_segments(config.shm.name_prefix)
     if arguments.json:
         print(json.dumps([_as_dict(segment) for segment in segments], indent=2))
     else:
         _print_table(segments)
     return 0
+
+
+def _flush(decode_address: str, *, as_json: bool) -> None:
+    """Raises HeadwaterError when decode does not answer."""
+    reply = asyncio.run(_flushed(decode_address))
+    if as_json:
+        print(json.dumps({"flushed": reply.flushed_blocks, "in_use": reply.remaining_blocks}))
+    else:
+        print(f"{reply.flushed_blocks} blocks flushed, {reply.remaining_blocks} in use")
+
+
+async def _flushed(decode_address: str) -> memory_service_pb2.FlushKvResponse:
+    async with open_channel(decode_address) as channel:
+        stub = memory_service_pb2_grpc.MemoryServiceStub(channel)
+        request = memory_service_pb2.FlushKvRequest()
+        try:
+            reply: memory_service_pb2.FlushKvResponse = await stub.FlushKv(
+                request, timeout=FLUSH_SECONDS
+            )
+        except grpc.aio.AioRpcError as failure:
+            raise error_from_rpc(failure) from failure
+    return reply
 
 
 def _as_dict(segment: SegmentInfo) -> dict[str, object]:

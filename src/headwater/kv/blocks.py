@@ -36,6 +36,7 @@ class BlockTable:
         self._references = [0] * num_blocks
         self._names: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
+        self._stored: dict[bytes, BlockEvent] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._on_event = on_event
 
@@ -43,6 +44,11 @@ class BlockTable:
     def num_available(self) -> int:
         """Blocks that `take` could give: free ones and kept ones."""
         return len(self._free) + len(self._kept)
+
+    @property
+    def num_named(self) -> int:
+        """Blocks, held or kept, whose content may be used again."""
+        return len(self._names)
 
     @property
     def num_kept(self) -> int:
@@ -94,11 +100,32 @@ class BlockTable:
             return
         self._names[block] = name
         self._blocks[name] = block
-        self._on_event(BlockEvent(True, name, parent, tuple(token_ids)))
+        event = self._stored[name] = BlockEvent(True, name, parent, tuple(token_ids))
+        self._on_event(event)
+
+    def stored(self) -> list[BlockEvent]:
+        """What can be used now; the block before another one comes before it."""
+        ordered: dict[bytes, BlockEvent] = {}
+        for event in self._stored.values():
+            # A parent that was forgotten and came back is younger than its children.
+            line: list[BlockEvent] = []
+            each: BlockEvent | None = event
+            while each is not None and each.name not in ordered:
+                line.append(each)
+                each = self._stored.get(each.parent)
+            ordered |= {each.name: each for each in reversed(line)}
+        return list(ordered.values())
+
+    def flush(self) -> int:
+        """Forgets all that nobody holds; returns the number of blocks."""
+        count = len(self._kept)
+        for _ in range(count):
+            self._forget_oldest()
+        return count
 
     def _forget_oldest(self) -> None:
         block, _ = self._kept.popitem(last=False)
         name = self._names.pop(block)
-        del self._blocks[name]
+        del self._blocks[name], self._stored[name]
         self._free.append(block)
         self._on_event(BlockEvent(False, name))

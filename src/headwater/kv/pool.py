@@ -58,7 +58,6 @@ class KvPool:
         *,
         ttl_ms: int,
         clock: Callable[[], float] = time.monotonic,
-        on_event: Callable[[BlockEvent], None] = lambda _: None,
     ) -> None:
         self.layout = layout
         self._segment = segment
@@ -66,7 +65,8 @@ class KvPool:
         self._ttl_ms = ttl_ms
         self._clock = clock
         self._lock = threading.RLock()
-        self._table = BlockTable(layout.num_blocks, on_event)
+        self._table = BlockTable(layout.num_blocks, self._tell)
+        self._listeners: list[Callable[[BlockEvent], None]] = []
         self._free_slots = deque(range(layout.num_slots))
         self._holdings: dict[int, _Holding] = {}
         self._quarantine: list[_Holding] = []
@@ -241,6 +241,29 @@ class KvPool:
         with self._lock:
             self._table.name(block, name, parent, token_ids)
 
+    def listen(self, listener: Callable[[BlockEvent], None]) -> list[BlockEvent]:
+        """Tells `listener` of each change from now on; returns what is usable at this moment.
+
+        It is called from whichever thread makes the change, with the pool locked: it must be quick
+        and must not call the pool.
+        """
+        with self._lock:
+            self._listeners.append(listener)
+            return self._table.stored()
+
+    def unlisten(self, listener: Callable[[BlockEvent], None]) -> None:
+        """Ends `listen`."""
+        with self._lock:
+            self._listeners.remove(listener)
+
+    def flush(self) -> tuple[int, int]:
+        """Forgets all content that nobody holds.
+
+        Returns how many blocks were forgotten, and how many stay usable because they are held.
+        """
+        with self._lock:
+            return self._table.flush(), self._table.num_named
+
     def release(self, epoch: int, lease_ids: Iterable[int]) -> None:
         """Ends leases, except those that a generation uses: it ends them itself, with `finish`.
 
@@ -265,6 +288,10 @@ class KvPool:
         """Ends leases whose time is up and takes back what no writer holds any more."""
         with self._lock:
             self._sweep()
+
+    def _tell(self, event: BlockEvent) -> None:
+        for listener in self._listeners:
+            listener(event)
 
     def _sweep(self) -> None:
         now = self._clock()

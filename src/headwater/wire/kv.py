@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from headwater.errors import InvalidRequestError
+from headwater.kv.blocks import BlockEvent
+from headwater.kv.feed import KvEventBatch
 from headwater.kv.layout import LAYOUT_VERSION, KvKind, KvLayout
 from headwater.kv.lease import KvLease
 from headwater.shm import SegmentHandle
 from headwater.v1 import kv_pb2 as pb
+from headwater.v1 import memory_service_pb2
 
 _KIND_TO_PB = {KvKind.GQA: pb.KV_KIND_GQA, KvKind.MLA: pb.KV_KIND_MLA}
 _KIND_FROM_PB = {value: key for key, value in _KIND_TO_PB.items()}
@@ -104,3 +107,43 @@ def kv_lease_to_pb(lease: KvLease) -> pb.KvLease:
         cached_tokens=lease.cached_tokens,
         ttl_ms=lease.ttl_ms,
     )
+
+
+def kv_events_to_pb(
+    batch: KvEventBatch, epoch: int, block_tokens: int
+) -> memory_service_pb2.WatchKvEventsResponse:
+    """A batch of the pool's events as a message."""
+    return memory_service_pb2.WatchKvEventsResponse(
+        epoch=epoch,
+        block_tokens=block_tokens,
+        is_snapshot=batch.is_snapshot,
+        events=[_event_to_pb(event) for event in batch.events],
+    )
+
+
+def kv_events_from_pb(message: memory_service_pb2.WatchKvEventsResponse) -> KvEventBatch:
+    """The message as a batch; changes of a kind that this program does not know are left out."""
+    events = (_event_from_pb(event) for event in message.events)
+    return KvEventBatch(message.is_snapshot, tuple(event for event in events if event is not None))
+
+
+def _event_to_pb(event: BlockEvent) -> memory_service_pb2.KvBlockEvent:
+    if not event.is_stored:
+        return memory_service_pb2.KvBlockEvent(
+            removed=memory_service_pb2.KvBlockRemoved(hash=event.name)
+        )
+    return memory_service_pb2.KvBlockEvent(
+        stored=memory_service_pb2.KvBlockStored(
+            hash=event.name, parent_hash=event.parent, token_ids=event.token_ids
+        )
+    )
+
+
+def _event_from_pb(message: memory_service_pb2.KvBlockEvent) -> BlockEvent | None:
+    kind = message.WhichOneof("change")
+    if kind == "stored":
+        stored = message.stored
+        return BlockEvent(True, stored.hash, stored.parent_hash, tuple(stored.token_ids))
+    if kind == "removed":
+        return BlockEvent(False, message.removed.hash)
+    return None
