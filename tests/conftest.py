@@ -21,6 +21,11 @@ WATCHDOG_SECONDS = 300
 _counter = itertools.count()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the soak test takes is for whoever runs it to say."""
+    parser.addoption("--soak-seconds", type=float, default=12.0, help="length of the soak test")
+
+
 @pytest.fixture(autouse=True)
 def watchdog() -> Iterator[None]:
     """Ends the whole run, with the stacks of all threads, when a test hangs."""
