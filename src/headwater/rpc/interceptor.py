@@ -21,6 +21,8 @@ from headwater.wire.status import status_of
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
+    from headwater.rpc.calls import RunningCalls
+
 logger = logging.getLogger(__name__)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -28,6 +30,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 class ErrorAndTraceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps each of our own methods; health and reflection pass through untouched."""
+
+    def __init__(self, calls: RunningCalls) -> None:
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -41,12 +46,12 @@ class ErrorAndTraceInterceptor(grpc.aio.ServerInterceptor):
             return handler
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _wrap_unary(method, handler.unary_unary),
+                _wrap_unary(method, handler.unary_unary, self._calls),
                 request_deserializer=_forgiving(handler.request_deserializer),
                 response_serializer=handler.response_serializer,
             )
         return grpc.unary_stream_rpc_method_handler(
-            _wrap_stream(method, handler.unary_stream),
+            _wrap_stream(method, handler.unary_stream, self._calls),
             request_deserializer=_forgiving(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
@@ -74,30 +79,36 @@ def _forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return parse
 
 
-def _wrap_unary(method: str, behavior: Callable[[Any, Context], Awaitable[Any]]) -> Any:
+def _wrap_unary(
+    method: str, behavior: Callable[[Any, Context], Awaitable[Any]], calls: RunningCalls
+) -> Any:
     async def handle(request: Any, context: Context) -> Any:
         with server_span(method, context.invocation_metadata()):
             try:
-                if isinstance(request, _Malformed):
-                    raise request.error()
-                return await behavior(request, context)
+                with calls.one():
+                    if isinstance(request, _Malformed):
+                        raise request.error()
+                    return await behavior(request, context)
             except Exception as failure:
                 await _abort(method, context, failure)
 
     return handle
 
 
-def _wrap_stream(method: str, behavior: Callable[[Any, Context], AsyncGenerator[Any, None]]) -> Any:
+def _wrap_stream(
+    method: str, behavior: Callable[[Any, Context], AsyncGenerator[Any, None]], calls: RunningCalls
+) -> Any:
     # A coroutine that writes: a generator that gRPC abandons at a cancellation would be closed
     # late, and in another context.
     async def handle(request: Any, context: Context) -> None:
         with server_span(method, context.invocation_metadata()):
             try:
-                if isinstance(request, _Malformed):
-                    raise request.error()
-                async with aclosing(behavior(request, context)) as responses:
-                    async for response in responses:
-                        await context.write(response)
+                with calls.one():
+                    if isinstance(request, _Malformed):
+                        raise request.error()
+                    async with aclosing(behavior(request, context)) as responses:
+                        async for response in responses:
+                            await context.write(response)
             except Exception as failure:
                 await _abort(method, context, failure)
 

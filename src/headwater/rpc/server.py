@@ -18,6 +18,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from headwater.errors import ConfigError
+from headwater.rpc.calls import RunningCalls
 from headwater.rpc.interceptor import ErrorAndTraceInterceptor
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+_FLUSH_SECONDS = 0.2
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -46,8 +49,9 @@ class Server:
     def __init__(self, listen: str, registrations: Sequence[Registration]) -> None:
         self._listen = listen
         self._names = tuple(registration.service_name for registration in registrations)
+        self._calls = RunningCalls()
         self._server = grpc.aio.server(
-            interceptors=(ErrorAndTraceInterceptor(),),
+            interceptors=(ErrorAndTraceInterceptor(self._calls),),
             options=(
                 # Two servers on one port would each get half of the calls.
                 ("grpc.so_reuseport", 0),
@@ -89,9 +93,16 @@ class Server:
         logger.info("%s %s", ", ".join(self._names), "SERVING" if is_ready else "NOT_SERVING")
 
     async def stop(self, grace_seconds: float) -> None:
-        """Says NOT_SERVING, refuses new calls, lets running ones end within the grace period."""
+        """Says NOT_SERVING, refuses new calls, lets running ones end within the grace period.
+
+        Refused calls, and those that the grace period cuts short, end with UNAVAILABLE.
+        """
         await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace_seconds)
+        if not await self._calls.drain(grace_seconds):
+            logger.warning("stopping before all requests have ended, after %g s", grace_seconds)
+        # What is left are calls that never end, such as those that watch our health, and the last
+        # bytes of those that have just ended.
+        await self._server.stop(min(grace_seconds, _FLUSH_SECONDS))
 
 
 def stop_signal() -> asyncio.Event:
