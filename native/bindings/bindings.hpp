@@ -14,6 +14,7 @@ T* address(std::uintptr_t value) {
 }
 
 void bind_attention(pybind11::module_& m);
+void bind_hybrid(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 void bind_model(pybind11::module_& m);
 void bind_numa(pybind11::module_& m);

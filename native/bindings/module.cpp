@@ -236,6 +236,7 @@ PYBIND11_MODULE(_native, m) {
     bind_registry(m);
     bind_file_reader(m);
     bind_kernels(m);
+    bind_hybrid(m);
     bind_attention(m);
     bind_model(m);
     bind_numa(m);

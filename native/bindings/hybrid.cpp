@@ -1,0 +1,50 @@
+// Python face of the worker that computes experts for a GPU; headwater.gpu.expert_worker keeps the
+// memory that it points to, and is the only caller.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "bindings.hpp"
+#include "headwater/expert_worker.hpp"
+
+namespace py = pybind11;
+
+namespace headwater {
+
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+std::unique_ptr<ExpertWorker> make_worker(WorkerPool& pool,
+                                          const std::vector<const MoeLayer*>& layers,
+                                          const std::vector<std::array<std::uintptr_t, 6>>& lanes) {
+    std::vector<ExpertWorker::Lane> found;
+    for (const auto& [posted, done, x, experts, weights, output] : lanes) {
+        found.push_back({.posted = address<std::uint64_t>(posted),
+                         .done = address<std::uint64_t>(done),
+                         .x = address<const float>(x),
+                         .experts = address<const std::int32_t>(experts),
+                         .weights = address<const float>(weights),
+                         .output = address<float>(output)});
+    }
+    return std::make_unique<ExpertWorker>(pool, layers, std::move(found));
+}
+
+}  // namespace
+
+void bind_hybrid(py::module_& m) {
+    py::class_<ExpertWorker>(m, "ExpertWorker")
+        .def(py::init(&make_worker), py::arg("pool"), py::arg("layers"), py::arg("lanes"),
+             py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+        .def_property_readonly_static("LAYER_BITS",
+                                      [](const py::object&) { return ExpertWorker::kLayerBits; })
+        .def_property_readonly("busy_ns", &ExpertWorker::busy_ns)
+        .def_property_readonly("num_answered", &ExpertWorker::num_answered)
+        .def("open", &ExpertWorker::open, py::arg("lane"), py::arg("num_tokens"), NoGil())
+        .def("close", &ExpertWorker::close, py::arg("lane"), NoGil());
+}
+
+}  // namespace headwater
