@@ -76,6 +76,12 @@ class ManagedProcess:
         self._pid_path.unlink(missing_ok=True)
         return True
 
+    def kill(self) -> None:
+        """SIGKILL, which even a stopped process cannot ignore; its death is left to be found."""
+        if (pid := self.pid()) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def log_tail(self) -> str:
         """The last lines of its log."""
         try:

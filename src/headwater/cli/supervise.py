@@ -1,4 +1,4 @@
-"""Restarts the processes of a stack that die; `headwater up` starts it, in the background.
+"""Restarts the processes of a stack that die or hang; `headwater up` starts it, in the background.
 
 What it did is written to <run_dir>/supervisor.json, for `headwater status`.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.cli import stack
+from headwater.cli.pulse import Pulse
 from headwater.config import load_config
 from headwater.telemetry.setup import configure_logging
 
@@ -31,6 +32,8 @@ FIRST_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 30.0
 # A process that ran this long was well; its next death starts from the first back-off.
 STABLE_SECONDS = 60.0
+# A process that leaves so many questions in a row without an answer, for half a minute, hangs.
+MAX_UNANSWERED = 10
 
 
 @dataclass(slots=True)
@@ -60,13 +63,20 @@ class Supervisor:
         self._members = stack.members(config)
         self._restarts = {name: Restarts() for name in self._members}
         self._dead: set[str] = set()
+        # The gateway has no gRPC, and has never been seen to hang.
+        self._pulses = {
+            name: Pulse(stack.address_of(name, config))
+            for name in self._members
+            if name != stack.GATEWAY
+        }
         self._write_record()
 
     def check(self, now: float) -> None:
-        """Starts again what has been dead for its back-off."""
+        """Ends what hangs, and starts again what has been dead for its back-off."""
         for name, process in self._members.items():
             if process.pid() is not None:
                 self._dead.discard(name)
+                self._check_pulse(name, process)
             elif name not in self._dead:
                 self._dead.add(name)
                 self._restarts[name].died(now)
@@ -78,6 +88,16 @@ class Supervisor:
                 self._write_record()
             elif now >= self._restarts[name].next_start:
                 self._start(name, process)
+
+    def _check_pulse(self, name: str, process: ManagedProcess) -> None:
+        pulse = self._pulses.get(name)
+        if pulse is None:
+            return
+        pulse.look()
+        if pulse.num_unanswered >= MAX_UNANSWERED:
+            logger.warning("%s left %d questions unanswered; it is killed", name, MAX_UNANSWERED)
+            pulse.num_unanswered = 0
+            process.kill()
 
     def _start(self, name: str, process: ManagedProcess) -> None:
         # Not while `headwater up` starts what is missing.
