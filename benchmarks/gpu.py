@@ -54,6 +54,27 @@ def products(arguments: argparse.Namespace) -> None:
     show_all(bench_products(arguments.rows, configs, torch.device("cuda")), arguments.json)
 
 
+def hybrid(arguments: argparse.Namespace) -> None:
+    """Decode steps of GPU and CPU together, and the hand-over between them."""
+    from headwater.bench.gpu.hybrid import Shape, bench_hybrid
+
+    shape = Shape(arguments.shape, layers=arguments.layers, distinct=arguments.distinct)
+    show_all(bench_hybrid(shape, arguments.batches, arguments.context), arguments.json)
+
+
+def dual(arguments: argparse.Namespace) -> None:
+    """Two micro-batches against one, over shapes whose CPU part is large, middling and small."""
+    from headwater.bench.gpu.hybrid import Shape, bench_dual
+
+    sizes: tuple[tuple[int | None, int | None], ...] = ((None, None), (2, 512), (1, 256))
+    cases = [
+        (Shape(arguments.shape, arguments.layers, 2, choices, width), rows, context)
+        for choices, width in sizes
+        for rows, context in ((2, 1024), (8, 4096), (8, 16384))
+    ]
+    show_all(bench_dual(cases), arguments.json)
+
+
 parser = argparse.ArgumentParser(description=__doc__)
 commands = parser.add_subparsers(required=True)
 command = commands.add_parser("slp", help=slp.__doc__)
@@ -71,6 +92,19 @@ command.add_argument("--rows", type=int, nargs="+", default=[32, 256, 1024], hel
 command.add_argument(
     "--tiles", nargs="+", default=["64x128x8x3"], help="tokens x rows x warps x stages"
 )
+command.add_argument("--json")
+command = commands.add_parser("hybrid", help=hybrid.__doc__)
+command.set_defaults(run=hybrid)
+command.add_argument("--shape", default="deepseek-v3")
+command.add_argument("--layers", type=int)
+command.add_argument("--distinct", type=int, default=4)
+command.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
+command.add_argument("--context", type=int, default=2048)
+command.add_argument("--json")
+command = commands.add_parser("dual", help=dual.__doc__)
+command.set_defaults(run=dual)
+command.add_argument("--shape", default="deepseek-v3")
+command.add_argument("--layers", type=int, default=8)
 command.add_argument("--json")
 arguments = parser.parse_args()
 arguments.run(arguments)

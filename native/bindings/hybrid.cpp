@@ -9,6 +9,7 @@
 
 #include "bindings.hpp"
 #include "headwater/expert_worker.hpp"
+#include "headwater/model/feed_forward.hpp"
 
 namespace py = pybind11;
 
@@ -33,9 +34,21 @@ std::unique_ptr<ExpertWorker> make_worker(WorkerPool& pool,
     return std::make_unique<ExpertWorker>(pool, layers, std::move(found));
 }
 
+std::unique_ptr<MoeLayer> make_stored_experts(WorkerPool& pool, const Matrix& gate_up,
+                                              const Matrix& down, std::int64_t num_experts,
+                                              int num_shards, int experts_per_token) {
+    MoeLayer::Options options;
+    options.experts_per_token = experts_per_token;
+    return std::make_unique<MoeLayer>(
+        pool, active_kernels(), stored_shards(gate_up, down, num_experts, num_shards), options);
+}
+
 }  // namespace
 
 void bind_hybrid(py::module_& m) {
+    m.def("stored_experts", &make_stored_experts, py::arg("pool"), py::arg("gate_up"),
+          py::arg("down"), py::arg("num_experts"), py::arg("num_shards"),
+          py::arg("experts_per_token"), py::keep_alive<0, 1>());
     py::class_<ExpertWorker>(m, "ExpertWorker")
         .def(py::init(&make_worker), py::arg("pool"), py::arg("layers"), py::arg("lanes"),
              py::keep_alive<1, 2>(), py::keep_alive<1, 3>())

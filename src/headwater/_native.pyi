@@ -203,6 +203,15 @@ class MoeLayer:
         mode: Mode,
     ) -> None: ...
 
+def stored_experts(
+    pool: WorkerPool,
+    gate_up: Matrix,
+    down: Matrix,
+    num_experts: int,
+    num_shards: int,
+    experts_per_token: int,
+) -> MoeLayer: ...
+
 class ExpertWorker:
     LAYER_BITS: int
     def __init__(

@@ -1,4 +1,4 @@
-"""The streamed model on a GPU against the CPU reference, without the native extension.
+"""The streamed model and the hybrid decoder on a GPU against what they compute on a CPU.
 
 `python -m tests.gpu.check_device`: a line per model and kind of activations, with the relative
 error of the last hidden states and of the keys and values. The kernels have kernel_cases.py.
@@ -11,10 +11,13 @@ import sys
 import torch
 
 from headwater.bench.gpu.random_model import RandomModel
+from headwater.gpu.dual_batch import micro_batches
+from headwater.gpu.hybrid_decoder import HybridDecoder
 from headwater.gpu.layout import lay_out
 from headwater.gpu.memory_plan import MemoryPlan
 from headwater.gpu.prefill_model import StreamedModel
 from headwater.gpu.streams import queues_on
+from headwater.kernels import WorkerPool
 from headwater.kv.layout import KvKind
 from headwater.model.batch import SequenceChunk
 from headwater.model.spec import ModelSpec
@@ -59,7 +62,34 @@ def check(architecture: str, device: torch.device) -> None:
         )
 
 
+def check_hybrid(architecture: str, device: torch.device) -> None:
+    """Decode steps on `device` against the same on a CPU, merged and as two micro-batches."""
+    config = make_config("tiny", architecture, layers=4) | {"quantization_config": FP8}
+    spec = ModelSpec.from_config(config, "config.json")
+    weights = RandomModel(spec, 2)
+    tokens = torch.tensor([prompt(spec, 12, seed) for seed in range(5)])
+    found = []
+    for place in (torch.device("cpu"), device):
+        for is_dual in (False, True):
+            decoder = HybridDecoder(
+                spec, weights, WorkerPool(2), place, max_rows=5, max_context=300, lanes=2
+            )
+            parts = micro_batches(5, is_dual=is_dual)
+            logits = [
+                decoder.step(parts, tokens[:, i], torch.full((5,), i)).cpu() for i in range(12)
+            ]
+            found.append(torch.stack(logits).flatten(0, 1))
+    for name, ours in zip(("merged", "dual"), found[2:], strict=True):
+        errors = ((ours - found[0]).norm(dim=1) / found[0].norm(dim=1)).sort().values
+        print(
+            f"{architecture} hybrid {name}: three of four steps below"
+            f" {float(errors[int(0.75 * len(errors))]):.1e}, all below {float(errors[-1]):.1e}",
+            flush=True,
+        )
+
+
 if __name__ == "__main__":
     with torch.inference_mode():
         for name in ARCHITECTURES:
             check(name, torch.device(*sys.argv[1:] or ["cuda"]))
+            check_hybrid(name, torch.device(*sys.argv[1:] or ["cuda"]))

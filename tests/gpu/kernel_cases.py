@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.gpu.kernels import activations, combine, grouped, reference
+from headwater.gpu.kernels import activations, combine, few_rows, grouped, reference
 from headwater.gpu.kernels.experts import ExpertStack, Format, Rows, Tiles, cut_into_tiles
+from headwater.model.expand import rows_of
 from tests.gpu.samples import random_stack, relative_error
 
 TOKENS, CHOICES = 24, 2
@@ -37,6 +38,8 @@ def cases(device: torch.device) -> Iterator[tuple[str, float]]:
         name = f"{fmt}{' zeros' * has_zeros}{' quantized' * is_quantized} {shape}"
         x = torch.randn(TOKENS, hidden, generator=generator)
         yield from _products(name, x, stack, device, is_quantized=is_quantized)
+    for tokens in (1, 17):
+        yield f"few_rows {tokens}", _few(tokens, generator, device)
     yield "add_weighted", _combined(generator, device)
 
 
@@ -109,6 +112,18 @@ def _quantized(x: Tensor, device: torch.device) -> float:
     assert relative_error(scale.cpu(), expected_scale) < 1e-6
     wide = scale.cpu().repeat_interleave(128, dim=1)[:, : x.shape[1]]
     return relative_error(values.cpu().float() * wide, x)
+
+
+def _few(tokens: int, generator: torch.Generator, device: torch.device) -> float:
+    """A weight that is neither a multiple of the kernel's rows nor of the scales' blocks."""
+    stack = random_stack("fp8", 1, 1, 200, 340, generator).gate_up
+    values, scale = stack.values[0, 0, 1], stack.scale[0, 0, 1] if stack.scale is not None else None
+    assert scale is not None
+    x = torch.randn(tokens, 340, generator=generator).bfloat16()
+    expected = torch.empty(200, 340)
+    rows_of(values, scale, None).expand(0, expected)
+    ours = few_rows.few_rows_product(x.to(device), values.to(device), scale.to(device))
+    return relative_error(ours.cpu(), x.float() @ expected.t())
 
 
 def _combined(generator: torch.Generator, device: torch.device) -> float:

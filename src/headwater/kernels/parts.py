@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headwater import _native
 from headwater.kernels.matrix import Matrix
+from headwater.kernels.stored import stored_matrix
 from headwater.model.layer_spec import (
     DenseFfnSpec,
     GqaSpec,
@@ -125,19 +126,7 @@ class DecoderParts:
 
     def _matrix(self, name: str) -> _native.Matrix:
         """The linear weight `name` in its format; of a stack, the first member."""
-        weight = self._weights.tensor(name)
-        if weight.dtype == torch.bfloat16:
-            matrix = Matrix.bf16(weight)
-        else:
-            scale = self._weights.tensor(f"{name}.scale")
-            if weight.dtype == torch.float8_e4m3fn:
-                matrix = Matrix.fp8(weight, scale)
-            elif scale.dtype == torch.uint8:
-                matrix = Matrix.mxfp4(weight, scale)
-            else:
-                has_zeros = f"{name}.zero" in self._weights
-                zero = self._weights.tensor(f"{name}.zero") if has_zeros else None
-                matrix = Matrix.int4(weight, scale, zero)
+        matrix = stored_matrix(self._weights, name)
         self._kept.append(matrix)
         return matrix.native
 

@@ -279,12 +279,13 @@ def _launch(
         block_m=tiles.tile_rows,
         block_n=config.block_n,
         block_k=stack.group or _BF16_BLOCK_K,
-        product=_product_type(is_quantized),
+        product=product_type(is_quantized=is_quantized),
         **_options(config),
     )
 
 
-def _product_type(is_quantized: bool) -> Any:
+def product_type(*, is_quantized: bool) -> Any:
+    """What tokens and weights are multiplied as."""
     if _IS_INTERPRETED:
         return tl.float32
     return tl.float8e4nv if is_quantized else tl.bfloat16

@@ -1,0 +1,213 @@
+"""Hybrid decoding at a published shape: the step against DRAM, the hand-over, two micro-batches."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headwater.bench.gpu.random_model import RandomModel
+from headwater.bench.gpu.slp import FP8
+from headwater.bench.timing import ReadProbe
+from headwater.gpu.device import find_gpu
+from headwater.gpu.dual_batch import micro_batches
+from headwater.gpu.hybrid_decoder import HybridDecoder
+from headwater.gpu.mailbox import ExpertWorker, Lane, StoredExperts, add_answer, post
+from headwater.kernels import WorkerPool, isa, self_test
+from headwater.model.layer_spec import MoeFfnSpec
+from headwater.model.spec import ModelSpec
+from headwater.synth.shapes import make_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+# Workers that sleep between layers would be woken 58 times a step.
+_SPIN_US = 20_000
+_HAND_OVERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A published shape with other numbers: `layers`, routed ones among them, of which `distinct`
+    differ; experts per token and their width."""
+
+    name: str = "deepseek-v3"
+    layers: int | None = None
+    distinct: int = 2
+    choices: int | None = None
+    intermediate: int | None = None
+
+    def spec(self) -> ModelSpec:
+        """The model with FP8 weights."""
+        config = make_config(self.name, layers=self.layers) | {"quantization_config": FP8}
+        if self.choices is not None:
+            config["num_experts_per_tok"] = self.choices
+        if self.intermediate is not None:
+            config["moe_intermediate_size"] = self.intermediate
+        return ModelSpec.from_config(config, "config.json")
+
+
+@contextmanager
+def _workers() -> Iterator[WorkerPool]:
+    """A pool on all CPUs but one, and the calling thread on that one: it waits for the GPU."""
+    allowed = os.sched_getaffinity(0)
+    pool = WorkerPool(max(1, len(allowed) - 1), spin_us=_SPIN_US)
+    os.sched_setaffinity(0, allowed - set(pool.cpus) or allowed)
+    try:
+        yield pool
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def bench_hybrid(
+    shape: Shape, batches: Sequence[int], context: int, say: Callable[[str], None] = print
+) -> Iterator[dict[str, Any]]:
+    """One row per batch at `context` tokens; before it, the hand-over alone."""
+    self_test()
+    gpu, spec = find_gpu(0), shape.spec()
+    weights = RandomModel(spec, shape.distinct)
+    with _workers() as pool, torch.inference_mode():
+        probe = ReadProbe(pool)
+        yield hand_over(spec, weights, pool, gpu.device)
+        decoder = HybridDecoder(
+            spec,
+            weights,
+            pool,
+            gpu.device,
+            max_rows=max(batches),
+            max_context=max(context, 256),
+        )
+        say(f"{torch.cuda.memory_allocated(gpu.device) / 2**30:.1f} GiB on the device")
+        for batch in batches:
+            reads = [probe.gb_per_s() for _ in range(5)]
+            seconds, busy = _time_steps(decoder, batch, context, is_dual=False)
+            reads += [probe.gb_per_s() for _ in range(5)]
+            read = statistics.median(reads)
+            yield _row(shape, spec, decoder, batch, context, seconds, busy, read)
+
+
+def bench_dual(cases: Sequence[tuple[Shape, int, int]]) -> Iterator[dict[str, Any]]:
+    """A row per (shape, rows, context): one batch against two micro-batches."""
+    self_test()
+    gpu = find_gpu(0)
+    with _workers() as pool, torch.inference_mode():
+        weights: dict[Shape, tuple[ModelSpec, RandomModel]] = {}
+        for shape, rows, context in cases:
+            if shape not in weights:
+                weights.clear()
+                spec = shape.spec()
+                weights[shape] = spec, RandomModel(spec, shape.distinct)
+            spec, model = weights[shape]
+            decoder = HybridDecoder(
+                spec, model, pool, gpu.device, max_rows=rows, max_context=context, lanes=2
+            )
+            merged, busy = _time_steps(decoder, rows, context, is_dual=False)
+            dual, _ = _time_steps(decoder, rows, context, is_dual=True)
+            yield {
+                "what": "dual_batch",
+                "shape": str(shape),
+                "rows": rows,
+                "context": context,
+                "merged_ms": 1e3 * merged,
+                "dual_ms": 1e3 * dual,
+                "cpu_share_merged": busy / merged,
+                "speedup": merged / dual,
+                "chosen": "dual" if dual < merged else "merged",
+            }
+            del decoder
+
+
+def hand_over(
+    spec: ModelSpec, weights: RandomModel, pool: WorkerPool, device: torch.device
+) -> dict[str, Any]:
+    """From GPU to CPU and back inside a CUDA graph, without what the CPU computes in between."""
+    index = [isinstance(layer.ffn, MoeFfnSpec) for layer in spec.layers].index(True)
+    ffn = spec.layers[index].ffn
+    assert isinstance(ffn, MoeFfnSpec)
+    experts = StoredExperts(weights, index, ffn, pool)
+    lane = Lane(1, spec.hidden_size, ffn.experts_per_token, device)
+    worker = ExpertWorker(pool, [experts], [lane])
+    x = torch.randn(1, spec.hidden_size, device=device)
+    chosen = torch.arange(ffn.experts_per_token, device=device)[None]
+    shares = torch.ones(1, ffn.experts_per_token, device=device)
+
+    def ask() -> None:
+        for _ in range(_HAND_OVERS):
+            post(lane, 0, x, chosen, shares)
+            add_answer(lane, 0, x)
+
+    worker.open(0, 1)
+    stream: Any = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        ask()
+        stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        ask()
+    found = []
+    for _ in range(7):
+        busy, began_at = worker.busy_seconds, time.perf_counter()
+        with torch.cuda.stream(stream):
+            graph.replay()
+            stream.synchronize()
+        seconds = time.perf_counter() - began_at
+        found.append((seconds - (worker.busy_seconds - busy)) / _HAND_OVERS)
+    worker.close(0)
+    return {"what": "hand_over", "us_per_layer": 1e6 * statistics.median(found)}
+
+
+def _time_steps(
+    decoder: HybridDecoder, rows: int, context: int, *, is_dual: bool, rounds: int = 15
+) -> tuple[float, float]:
+    """Median seconds of a step, and of the CPU's part in it."""
+    parts = micro_batches(rows, is_dual=is_dual)
+    positions = torch.full((rows,), context - 1)
+    assert decoder.worker is not None
+    generator = torch.Generator().manual_seed(rows)
+    times = []
+    for turn in range(rounds + 2):
+        tokens = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
+        busy, began_at = decoder.worker.busy_seconds, time.perf_counter()
+        logits = decoder.step(parts, tokens, positions)
+        seconds = time.perf_counter() - began_at
+        if turn >= 2:
+            times.append((seconds, decoder.worker.busy_seconds - busy))
+    assert bool(torch.isfinite(logits).all()), "the step gave no numbers"
+    return statistics.median(t for t, _ in times), statistics.median(b for _, b in times)
+
+
+def _row(
+    shape: Shape,
+    spec: ModelSpec,
+    decoder: HybridDecoder,
+    batch: int,
+    context: int,
+    seconds: float,
+    busy: float,
+    read: float,
+) -> dict[str, Any]:
+    num_experts = max(la.ffn.num_experts for la in spec.layers if isinstance(la.ffn, MoeFfnSpec))
+    chosen = max(la.ffn.experts_per_token for la in spec.layers if isinstance(la.ffn, MoeFfnSpec))
+    # Tokens choose as if by chance, so that some share experts.
+    distinct = num_experts * (1 - (1 - chosen / num_experts) ** batch) / chosen
+    num_bytes = decoder.expert_bytes * distinct
+    return {
+        "what": "hybrid",
+        "shape": str(shape),
+        "batch": batch,
+        "context": context,
+        "isa": isa(),
+        "step_ms": 1e3 * seconds,
+        "cpu_ms": 1e3 * busy,
+        "rest_us_per_layer": 1e6 * (seconds - busy) / spec.num_layers,
+        "expert_gb": num_bytes / 1e9,
+        "read_gb_per_s": read,
+        "roofline_ratio": num_bytes / seconds / 1e9 / read,
+        "cpu_ratio": num_bytes / busy / 1e9 / read,
+        "tokens_per_s": batch / seconds,
+    }

@@ -1,0 +1,246 @@
+"""Decoding with both: everything but the routed experts on the GPU, these on the CPU.
+
+Owns a step: one CUDA graph per lane, number of sequences and bound on the context. Within it the
+GPU asks the CPU for a layer's experts and computes the shared ones meanwhile. Two lanes may be
+under way at once, one in attention while the other is in experts (see dual_batch.py). On a CPU
+the same steps run without graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from headwater.gpu.decode_attention import Angles, GqaDecode, MlaDecode
+from headwater.gpu.mailbox import ExpertWorker, Lane, StoredExperts, add_answer, post
+from headwater.gpu.resident import GatedNetwork, ResidentWeights
+from headwater.model.gate import choose_experts
+from headwater.model.layer_spec import GqaSpec, MoeFfnSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headwater.kernels import WorkerPool
+    from headwater.model.layer_spec import LayerSpec, RopeSpec
+    from headwater.model.source import Weights
+    from headwater.model.spec import ModelSpec
+
+_LEAST_BOUND = 256
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences in rows [first_row, first_row + size) of the cache, over one lane."""
+
+    lane: int
+    first_row: int
+    size: int
+
+
+class HybridDecoder:
+    """`max_rows` sequences of up to `max_context` tokens, over `lanes` lanes.
+
+    `pool` is the experts' from the first step on. One thread at a time may call. Raises
+    ConfigError when weights have a size or format that the kernels do not know.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        pool: WorkerPool,
+        device: torch.device,
+        *,
+        max_rows: int,
+        max_context: int,
+        lanes: int = 1,
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.max_context = max_context
+        self._weights = weights
+        source = ResidentWeights(weights, device, spec.norm_eps, "")
+        angles: dict[RopeSpec, Angles] = {}
+        self._routed: list[StoredExperts] = []
+        self._layers: list[_Layer] = []
+        for index, layer in enumerate(spec.layers):
+            rope = layer.attention.rope
+            if rope not in angles:
+                angles[rope] = Angles(rope, max_context, device)
+            number = len(self._routed)
+            if isinstance(layer.ffn, MoeFfnSpec):
+                self._routed.append(StoredExperts(weights, index, layer.ffn, pool))
+            below = source.below(f"layers.{index}")
+            self._layers.append(_Layer(layer, below, angles[rope], number))
+        self._final_norm = source.norm("final_norm")
+        self._head = source.matrix("embed" if spec.is_embedding_tied else "lm_head")
+        self.caches = [
+            torch.zeros(
+                max_rows,
+                max_context,
+                *layer.attention.entry_shape,
+                dtype=torch.bfloat16,
+                device=device,
+            )
+            for layer in self._layers
+        ]
+        choices = max((m.experts_per_token for m in self._routed), default=1)
+        self._lanes = [Lane(max_rows, spec.hidden_size, choices, device) for _ in range(lanes)]
+        self.worker = ExpertWorker(pool, self._routed, self._lanes) if self._routed else None
+        self._steps: dict[tuple[MicroBatch, int], _Step] = {}
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of routed experts that one token reads, over all layers."""
+        return sum(m.expert_bytes * m.experts_per_token for m in self._routed)
+
+    def step(self, parts: Sequence[MicroBatch], tokens: Tensor, positions: Tensor) -> Tensor:
+        """One token of each sequence: int64 [T] tokens at `positions` -> FP32 [T, vocabulary].
+
+        Rows are those of `parts`, one after the other; both tensors are on the host.
+        """
+        bound = self._bound(int(positions.max()) + 1)
+        steps = [self._step(part, bound) for part in parts]
+        first = 0
+        for step in steps:
+            rows = slice(first, first + step.part.size)
+            step.hidden.copy_(self._weights.tensor("embed")[tokens[rows]])
+            step.positions.copy_(positions[rows])
+            first += step.part.size
+        self._open(parts)
+        try:
+            for step in steps:
+                step.start()
+            for step in steps:
+                step.finish()
+        finally:
+            self._close(parts)
+        return torch.cat([step.logits for step in steps])
+
+    def _bound(self, num_tokens: int) -> int:
+        """Tokens of context that a captured step reads: powers of two, so that few are captured."""
+        bound = _LEAST_BOUND
+        while bound < num_tokens:
+            bound *= 2
+        return min(bound, self.max_context)
+
+    def _step(self, part: MicroBatch, bound: int) -> _Step:
+        if (part, bound) not in self._steps:
+            step = _Step(self, part, bound)
+            if self.device.type == "cuda":
+                self._open([part])
+                try:
+                    step.capture()
+                finally:
+                    self._close([part])
+            self._steps[part, bound] = step
+        return self._steps[part, bound]
+
+    def compute(self, part: MicroBatch, hidden: Tensor, positions: Tensor, bound: int) -> Tensor:
+        """A whole step, queued: FP32 [size, hidden] (overwritten) -> FP32 [size, vocabulary]."""
+        lane = self._lanes[part.lane]
+        rows = slice(part.first_row, part.first_row + part.size)
+        seen = torch.arange(bound, device=self.device)[None, None] <= positions[:, None, None]
+        mask = torch.where(seen, 0.0, float("-inf"))
+        for layer, cache in zip(self._layers, self.caches, strict=True):
+            layer.add_to(hidden, positions, cache[rows], mask, lane)
+        return self._head.product(self._final_norm(hidden).bfloat16())
+
+    def _open(self, parts: Sequence[MicroBatch]) -> None:
+        if self.worker is not None:
+            for part in parts:
+                self.worker.open(part.lane, part.size)
+
+    def _close(self, parts: Sequence[MicroBatch]) -> None:
+        if self.worker is not None:
+            for part in parts:
+                self.worker.close(part.lane)
+
+
+class _Step:
+    """One captured step and the memory of its inputs and outputs."""
+
+    def __init__(self, decoder: HybridDecoder, part: MicroBatch, bound: int) -> None:
+        device = decoder.device
+        self.part = part
+        self._decoder = decoder
+        self._bound = bound
+        self.hidden = torch.zeros(part.size, decoder.spec.hidden_size, device=device)
+        self.positions = torch.zeros(part.size, dtype=torch.int64, device=device)
+        self.logits = torch.empty(0)
+        self._graph: Any = None
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def capture(self) -> None:
+        """Runs the step a few times, so that kernels are compiled, then captures it."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._decoder.device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                self._compute()
+            self._stream.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=self._stream):
+            self._compute()
+
+    def start(self) -> None:
+        """Queues the step after what is queued on the current stream."""
+        if self._graph is None:
+            self._compute()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._decoder.device))
+        with torch.cuda.stream(self._stream):
+            self._graph.replay()
+
+    def finish(self) -> None:
+        """Waits for the step."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _compute(self) -> None:
+        self.logits = self._decoder.compute(self.part, self.hidden, self.positions, self._bound)
+
+
+class _Layer:
+    """One layer; `number` counts the routed ones."""
+
+    def __init__(
+        self, spec: LayerSpec, weights: ResidentWeights, angles: Angles, number: int
+    ) -> None:
+        self._attention_norm = weights.norm("attention_norm")
+        self._ffn_norm = weights.norm("ffn_norm")
+        below = weights.below("attention")
+        self.attention: GqaDecode | MlaDecode
+        if isinstance(spec.attention, GqaSpec):
+            self.attention = GqaDecode(spec.attention, below, angles)
+        else:
+            self.attention = MlaDecode(spec.attention, below, angles)
+        self._number = number
+        self._routed = spec.ffn if isinstance(spec.ffn, MoeFfnSpec) else None
+        self._network: GatedNetwork | None = None
+        if self._routed is None:
+            self._network = GatedNetwork(weights.below("ffn"))
+            return
+        if self._routed.shared_intermediate_size:
+            self._network = GatedNetwork(weights.below("shared"))
+        self._gate = weights.floats("gate").t().contiguous()
+        has_bias = self._routed.gate == "sigmoid_bias_group"
+        self._bias = weights.floats("gate.bias") if has_bias else None
+
+    def add_to(
+        self, hidden: Tensor, positions: Tensor, cache: Tensor, mask: Tensor, lane: Lane
+    ) -> None:
+        """hidden, FP32 [T, hidden], += attention, then += experts."""
+        x = self._attention_norm(hidden).bfloat16()
+        hidden += self.attention(x, positions, cache, mask)
+        normal = self._ffn_norm(hidden)
+        if self._routed is not None:
+            experts, shares = choose_experts(self._routed, torch.mm(normal, self._gate), self._bias)
+            post(lane, self._number, normal, experts, shares)
+        if self._network is not None:
+            hidden += self._network(normal.bfloat16())
+        if self._routed is not None:
+            add_answer(lane, self._number, hidden)

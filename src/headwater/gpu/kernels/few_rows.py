@@ -1,0 +1,83 @@
+"""Products of a few tokens with a weight in E4M3 (Triton): bound by reading the weight once.
+
+Owns the cut: weight rows and columns are shared out so that every multiprocessor reads, and the
+partial sums of the columns' pieces are added afterwards, in a fixed order.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headwater.gpu.kernels.experts import FP8_BLOCK
+from headwater.gpu.kernels.grouped import product_type
+
+MAX_TOKENS = 64
+_ROWS = 64
+# Programs wanted at once: a few for each multiprocessor of a large card.
+_PROGRAMS = 512
+
+
+@triton.jit
+def _multiply(
+    x,
+    values,
+    scales,
+    partial,
+    num_tokens,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    blocks_each: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    product: tl.constexpr,
+):
+    row = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    token = tl.arange(0, block_m)
+    num_groups: tl.constexpr = (columns + 127) // 128
+    total = tl.zeros((block_n, block_m), dtype=tl.float32)
+    for step in range(0, blocks_each):
+        group = tl.program_id(1) * blocks_each + step
+        column = group * 128 + tl.arange(0, 128)
+        is_there = (row < rows)[:, None] & (column < columns)[None, :]
+        place = row[:, None].to(tl.int64) * columns + column[None, :]
+        weight = tl.load(values + place, mask=is_there, other=0.0).to(tl.float32).to(product)
+        mask = (token < num_tokens)[None, :] & (column < columns)[:, None]
+        tokens = tl.load(x + token[None, :] * columns + column[:, None], mask=mask, other=0.0)
+        scale = tl.load(
+            scales + row // 128 * num_groups + group,
+            mask=(row < rows) & (group < num_groups),
+            other=0.0,
+        )
+        total += tl.dot(weight, tokens.to(tl.float32).to(product)) * scale[:, None]
+    target = (tl.program_id(1) * num_tokens + token)[None, :] * rows + row[:, None]
+    tl.store(partial + target, total, mask=(token < num_tokens)[None, :] & (row < rows)[:, None])
+
+
+def few_rows_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    """x, BF16 [T, K] with T up to 64, times the transposed E4M3 [N, K]: FP32 [T, N]."""
+    (num_tokens, columns), rows = x.shape, values.shape[0]
+    assert num_tokens <= MAX_TOKENS, "made for few tokens"
+    row_blocks, groups = triton.cdiv(rows, _ROWS), triton.cdiv(columns, FP8_BLOCK)
+    blocks_each = max(1, groups * row_blocks // _PROGRAMS)
+    pieces = triton.cdiv(groups, blocks_each)
+    partial = torch.empty(pieces, num_tokens, rows, device=x.device)
+    _multiply[(row_blocks, pieces)](
+        x,
+        values,
+        scales,
+        partial,
+        num_tokens,
+        rows=rows,
+        columns=columns,
+        blocks_each=blocks_each,
+        block_m=max(16, triton.next_power_of_2(num_tokens)),
+        block_n=_ROWS,
+        product=product_type(is_quantized=False),
+        num_warps=4,
+        num_stages=4,
+    )
+    return partial.sum(dim=0)

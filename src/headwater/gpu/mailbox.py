@@ -1,0 +1,152 @@
+"""Lanes between a GPU and the CPU's experts: the memory, and how it is used without a GPU.
+
+Owns the layout of a lane and its tickets: a count above 16 bits of the layer's index, so that no
+two in a row are equal. See native/include/headwater/expert_worker.hpp for the other side.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headwater import _native
+from headwater.errors import InternalError
+from headwater.gpu.ring import aligned
+from headwater.kernels.stored import stored_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headwater.kernels import WorkerPool
+    from headwater.model.layer_spec import MoeFfnSpec
+    from headwater.model.source import Weights
+
+_ANSWER_SECONDS = 60.0
+
+
+class Lane:
+    """Memory that both sides see, for up to `max_tokens` at a time.
+
+    `x` and `output` are FP32 [tokens, hidden], `experts` INT32 and `weights` FP32 [tokens, k];
+    `posted` and `done` are tickets, INT64 [1]. `count`, on the device, numbers the tickets.
+    """
+
+    def __init__(
+        self, max_tokens: int, hidden_size: int, num_choices: int, device: torch.device
+    ) -> None:
+        sizes = [64, 64, 4 * max_tokens * hidden_size, 4 * max_tokens * num_choices]
+        sizes += [sizes[3], sizes[2]]
+        memory = torch.zeros(
+            sum(map(aligned, sizes)), dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
+        parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        self.max_tokens = max_tokens
+        self.posted, self.done = (part.view(torch.int64)[:1] for part in parts[:2])
+        self.x, self.output = (
+            parts[i].view(torch.float32).view(max_tokens, hidden_size) for i in (2, 5)
+        )
+        self.experts = parts[3].view(torch.int32).view(max_tokens, num_choices)
+        self.weights = parts[4].view(torch.float32).view(max_tokens, num_choices)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int, int, int]:
+        """Where its parts are, as the worker wants them."""
+        parts = (self.posted, self.done, self.x, self.experts, self.weights, self.output)
+        return tuple(part.data_ptr() for part in parts)  # type: ignore[return-value]
+
+
+def post(lane: Lane, layer: int, x: Tensor, experts: Tensor, weights: Tensor) -> None:
+    """Asks for `layer` of FP32 x [T, hidden], int64 experts and FP32 weights [T, k]."""
+    if x.is_cuda:
+        from headwater.gpu.kernels.handover import post as on_gpu
+
+        on_gpu(lane, layer, x, experts, weights)
+        return
+    rows = slice(0, x.shape[0])
+    lane.x[rows], lane.experts[rows], lane.weights[rows] = x, experts.int(), weights
+    lane.count += 1
+    lane.posted.copy_(_ticket(lane, layer))
+
+
+def add_answer(lane: Lane, layer: int, hidden: Tensor) -> None:
+    """Waits for `layer`'s answer, and adds it to FP32 hidden [T, hidden]."""
+    if hidden.is_cuda:
+        from headwater.gpu.kernels.handover import add_answer as on_gpu
+
+        on_gpu(lane, layer, hidden)
+        return
+    ticket, deadline = _ticket(lane, layer), time.monotonic() + _ANSWER_SECONDS
+    while not torch.equal(lane.done, ticket):
+        if time.monotonic() > deadline:
+            raise InternalError(f"the experts of layer {layer} gave no answer")
+    hidden += lane.output[: hidden.shape[0]]
+
+
+class StoredExperts:
+    """The routed experts of a layer for the CPU kernels, as they lie in shared memory.
+
+    Raises ConfigError when they have a size or format that the kernels do not know.
+    """
+
+    def __init__(self, weights: Weights, layer: int, spec: MoeFfnSpec, pool: WorkerPool) -> None:
+        gate_up = stored_matrix(weights, f"layers.{layer}.experts.gate_up")
+        down = stored_matrix(weights, f"layers.{layer}.experts.down")
+        self._kept = (gate_up, down, pool)
+        self.experts_per_token = spec.experts_per_token
+        # [experts, shards, 2], or [experts, 2] where they are whole.
+        shards = gate_up.stack[1] if len(gate_up.stack) > 2 else 1
+        self.native = _native.stored_experts(
+            pool.native,
+            gate_up.native,
+            down.native,
+            spec.num_experts,
+            shards,
+            spec.experts_per_token,
+        )
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of weights, scales and zeros of one expert."""
+        return self.native.expert_bytes
+
+
+class ExpertWorker:
+    """The CPU's side: computes `layers` for whichever lane asks, by a thread of its own.
+
+    Keeps all memory that the thread uses. While a lane is open the pool belongs to the worker.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, layers: Sequence[StoredExperts], lanes: Sequence[Lane]
+    ) -> None:
+        self._kept = (pool, tuple(layers), tuple(lanes))
+        self._native = _native.ExpertWorker(
+            pool.native, [layer.native for layer in layers], [lane.addresses for lane in lanes]
+        )
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time spent on computing, since the beginning."""
+        return self._native.busy_ns / 1e9
+
+    @property
+    def num_answered(self) -> int:
+        """Layers computed, since the beginning."""
+        return self._native.num_answered
+
+    def open(self, lane: int, num_tokens: int) -> None:
+        """The lane's tickets are answered from now on, for so many tokens each."""
+        self._native.open(lane, num_tokens)
+
+    def close(self, lane: int) -> None:
+        """Nobody asks any more. Raises InternalError when what was asked for was not there."""
+        self._native.close(lane)
+
+
+def _ticket(lane: Lane, layer: int) -> Tensor:
+    return (lane.count << _native.ExpertWorker.LAYER_BITS) | layer
