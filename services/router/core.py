@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headwater.services.router.outlook import Outlook
     from headwater.services.router.requests import RouterRequest
     from headwater.services.router.served_model import ServedModel
+    from headwater.services.router.shedding import Expectation
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class RouterCore:
         prompt = await self.model.encode(request.prompt)
         sampling = _with_seed(self.model.fit(len(prompt), request.sampling))
         preparation = self._preparation(request, prompt, sampling, asked.objective, deadline)
-        lease = await self._admitted(preparation, asked, watch)
+        lease, expectation = await self._admitted(preparation, asked, watch)
         try:
             async with aclosing(preparation.first(lease, may_extend=request.n == 1)) as steps:
                 async for step in steps:
@@ -149,7 +150,11 @@ class RouterCore:
                 for i, each in enumerate(leases)
             ]
             async with aclosing(merge([branch.events() for branch in branches])) as events:
+                is_first = True
                 async for event in events:
+                    if is_first:
+                        expectation.met(watch.held_seconds())
+                        is_first = False
                     self._count(event, asked)
                     yield event
         finally:
@@ -158,7 +163,7 @@ class RouterCore:
 
     async def _admitted(
         self, preparation: Preparation, asked: Attainment, watch: Stopwatch
-    ) -> Lease:
+    ) -> tuple[Lease, Expectation]:
         """Waits for a place and a lease. Raises ResourceError when that would take too long."""
         try:
             self._shedding.check_arrival(asked.objective, preparation.num_prompt_tokens)
@@ -166,7 +171,8 @@ class RouterCore:
             watch.admitted()
             num_new = preparation.num_prompt_tokens - lease.cached_tokens
             try:
-                self._shedding.check_place(asked.objective, watch.queue_seconds(), num_new)
+                waited = watch.queue_seconds()
+                expectation = self._shedding.check_place(asked.objective, waited, num_new)
             except OverloadedError:
                 preparation.close()
                 self.admission.leave(None)
@@ -174,7 +180,7 @@ class RouterCore:
         except ResourceError:
             asked.shed()
             raise
-        return lease
+        return lease, expectation
 
     def _preparation(
         self,

@@ -36,8 +36,13 @@ _MEAN_WEIGHT = 0.2
 # have measured: one request that met a fault must not decide for all.
 _MAX_CORRECTION = 3.0
 _MAX_OVERHEAD_SECONDS = 0.5
+# Weight of the newest wait, in the logarithm, and the shortest one that counts.
+_WAIT_WEIGHT = 0.1
+_MIN_WAIT_SECONDS = 0.02
 # As many predictions that came true are credited to the engines' own measurements.
 _TRUST = 3
+# Length of an answer as long as none has ended.
+_GUESSED_TOKENS = 100
 # Before decode has told its own.
 _UNKNOWN_LIMIT = 2**31
 
@@ -71,6 +76,25 @@ class Correction:
             self.observe(predicted_seconds, predicted_seconds)
 
 
+class WaitCorrection:
+    """The same for waiting in line, which has no overhead: a factor that follows slowly."""
+
+    def __init__(self) -> None:
+        self._factor = 1.0
+
+    def apply(self, seconds: float) -> float:
+        """The prediction as experience corrects it."""
+        return self._factor * seconds
+
+    def observe(self, predicted_seconds: float, seconds: float) -> None:
+        """Notes what became of a prediction; short ones tell of the machine, not of the line."""
+        if predicted_seconds < _MIN_WAIT_SECONDS:
+            return
+        ratio = max(seconds, _MIN_WAIT_SECONDS) / predicted_seconds
+        factor = self._factor ** (1.0 - _WAIT_WEIGHT) * ratio**_WAIT_WEIGHT
+        self._factor = min(max(factor, 1.0 / _MAX_CORRECTION), _MAX_CORRECTION)
+
+
 class Pending:
     """A prompt that an engine computes."""
 
@@ -101,6 +125,7 @@ class Outlook:
         self._prefill = PrefillLoad()
         self._decode = DecodeLoad(batch_limit=_UNKNOWN_LIMIT)
         self._pending: dict[PromptPath, set[Pending]] = {path: set() for path in PromptPath}
+        self._waits = WaitCorrection()
         self._corrections = {path: Correction() for path in PromptPath}
         self._streams: Counter[float] = Counter()
         self._stream_seconds = 0.0
@@ -176,11 +201,22 @@ class Outlook:
         """The same on an idle machine."""
         return self._fastest(self._prefill, self._decode, num_tokens)
 
-    def wait_seconds(self, queue: Queue, num_tokens: int) -> float:
-        """What a new request would wait for others before, or while, its prompt is computed."""
-        queue = dataclasses.replace(queue, stream_seconds=self._stream_seconds)
+    def raw_wait_seconds(self, queue: Queue, num_tokens: int) -> float:
+        """What a new request would wait for others, by what the engines have measured."""
+        step_seconds = self._decode.step_seconds
+        stream_seconds = self._stream_seconds or _GUESSED_TOKENS * step_seconds
+        # One holds its place in the batch a step longer than tokens come.
+        queue = dataclasses.replace(queue, stream_seconds=stream_seconds + step_seconds)
         computing = self.ttft_seconds(num_tokens) - self.alone_seconds(num_tokens)
         return max(queue_seconds(queue, self.decode), computing)
+
+    def wait_seconds(self, queue: Queue, num_tokens: int) -> float:
+        """The same, as experience corrects it; zero when nobody is there to wait for."""
+        return self._waits.apply(self.raw_wait_seconds(queue, num_tokens))
+
+    def waited(self, raw_seconds: float, seconds: float) -> None:
+        """Notes how long a request has waited that was expected to wait `raw_seconds`."""
+        self._waits.observe(raw_seconds, max(0.0, seconds))
 
     def _fastest(self, prefill: PrefillLoad, decode: DecodeLoad, num_tokens: int) -> float:
         raw = _raw_seconds(prefill, decode, num_tokens)

@@ -6,6 +6,7 @@ cost others their time.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headwater.errors import OverloadedError
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
 
 _MIN_RETRY_MS = 100
 _MAX_RETRY_MS = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What was expected of a request when it got its place, in seconds from then."""
+
+    outlook: Outlook
+    raw_wait_seconds: float
+    alone_seconds: float
+
+    def met(self, seconds: float) -> None:
+        """Notes that the first token came after `seconds`."""
+        self.outlook.waited(self.raw_wait_seconds, seconds - self.alone_seconds)
 
 
 class Shedding:
@@ -33,11 +47,16 @@ class Shedding:
         wait = self._outlook.wait_seconds(self._admission.queue, num_prompt_tokens)
         self._check(objective, wait, num_prompt_tokens)
 
-    def check_place(self, objective: Objective, waited_seconds: float, num_new_tokens: int) -> None:
+    def check_place(
+        self, objective: Objective, waited_seconds: float, num_new_tokens: int
+    ) -> Expectation:
         """The same for a request that holds a place, with `num_new_tokens` to compute."""
-        wait = self._outlook.wait_seconds(self._admission.queue_behind_none, num_new_tokens)
+        queue = self._admission.queue_behind_none
         alone = self._outlook.alone_seconds(num_new_tokens)
+        wait = self._outlook.wait_seconds(queue, num_new_tokens)
         self._check(objective, waited_seconds + wait + alone, num_new_tokens)
+        raw_wait = self._outlook.raw_wait_seconds(queue, num_new_tokens)
+        return Expectation(self._outlook, raw_wait, alone)
 
     def _check(self, objective: Objective, expected_seconds: float, num_tokens: int) -> None:
         alone = self._outlook.alone_seconds(num_tokens)

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 # What a measurement still counts for after one more.
 _DECAY = 0.9
+# A point may be this many times what was expected; more, such as a moment when the machine did
+# something else, only counts for so much. A lasting change is followed all the same.
+_MAX_JUMP = 3.0
+_MIN_POINTS_TO_EXPECT = 4
 # Points whose two sizes nearly keep one ratio say nothing about how the time is split: below this
 # share, as the squared sine of the angle they span, the known split is kept and scaled.
 _MIN_ANGLE = 0.01
@@ -29,6 +33,8 @@ class TwoPartFit:
 
     def observe(self, first: float, second: float, seconds: float) -> None:
         """Notes that a piece of work of these sizes, both above zero, took `seconds`."""
+        if self.num_points >= _MIN_POINTS_TO_EXPECT:
+            seconds = min(seconds, _MAX_JUMP * self.seconds(first, second))
         self._uu = self._uu * _DECAY + first * first
         self._uv = self._uv * _DECAY + first * second
         self._vv = self._vv * _DECAY + second * second

@@ -89,6 +89,17 @@ def test_equal_sizes_keep_the_split_and_follow_the_speed() -> None:
     assert meter.costs.seconds_per_token > 0.0
 
 
+def test_a_hiccup_counts_little_and_a_lasting_change_is_followed() -> None:
+    meter = CostMeter(64)
+    for size in (1, 64) * 8:
+        meter.observe(size, 0.010 + 0.001 * size)
+    meter.observe(64, 60.0)
+    assert meter.costs.seconds(64) < 0.148
+    for size in (1, 64) * 20:
+        meter.observe(size, 10 * (0.010 + 0.001 * size))
+    assert meter.costs.seconds(64) == pytest.approx(0.74, rel=0.05)
+
+
 @pytest.mark.parametrize("slope", [-0.001, 0.001])
 def test_no_part_is_negative(slope: float) -> None:
     meter = CostMeter(64)

@@ -125,35 +125,6 @@ class GpuConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuConfig:
-    """The GPU through which prefill streams the weights."""
-
-    prefill: Literal["auto", "on", "off"] = setting(
-        "auto",
-        "whether prompts are computed on a GPU: auto where there is one that will do, on or not at "
-        "all, or off",
-        choices=("auto", "on", "off"),
-    )
-    device: int = setting(0, "number of the CUDA device", low=0, high=63)
-    vram_gib: float = setting(
-        0.0, "device memory to use, in GiB; 0: all that is free", low=0.0, high=10_000.0
-    )
-    sweep_tokens: int = setting(
-        65536,
-        "tokens computed in one pass over the weights, if device memory allows",
-        low=128,
-        high=1_048_576,
-    )
-    quantize_from: int = setting(
-        32768,
-        "passes of so many tokens round activations that meet FP8 experts to FP8: they take longer "
-        "to compute than to stream; shorter ones keep BF16",
-        low=0,
-        high=2**31,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The router process."""
 
@@ -193,7 +164,7 @@ class ObjectivesConfig:
     )
     default_class: str = setting("interactive", "class of requests that name none")
     shed_factor: float = setting(
-        1.0,
+        0.8,
         "refuse a request whose first token is expected later than this many times its class's "
         "TTFT; 0: never",
         low=0.0,
@@ -244,7 +215,6 @@ class Config:
     kv: KvConfig = field(default_factory=KvConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
-    gpu: GpuConfig = field(default_factory=GpuConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     objectives: ObjectivesConfig = field(default_factory=ObjectivesConfig)
