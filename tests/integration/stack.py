@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headwater.rpc.channel import open_blocking_channel
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -79,7 +81,7 @@ class Stack:
 
     def wait_until_serving(self, name: str, seconds: float = START_SECONDS) -> None:
         """Returns once the process says SERVING; fails with its log otherwise."""
-        with grpc.insecure_channel(self.addresses[name]) as channel:
+        with open_blocking_channel(self.addresses[name]) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(
                 health_pb2.HealthCheckRequest(service=SERVICES[name]),
                 timeout=seconds,
