@@ -39,7 +39,13 @@ LINES = {
     "router": ("client-router", "router-prefill", "router-decode"),
 }
 # Settings of the stack: leases that nobody renews are to end soon, prompts to take many passes.
-SETTINGS = ("kv.lease_ttl_ms=2000", "prefill.chunk_tokens=16", "kv.pool_tokens=16384")
+SETTINGS = (
+    "kv.lease_ttl_ms=2000",
+    "prefill.chunk_tokens=16",
+    "kv.pool_tokens=16384",
+    # A stop makes requests late, and refusing the next ones would be right, but hide the rest.
+    "objectives.shed_factor=0",
+)
 LIMIT_SECONDS = 90.0
 # The longest that a lease, or a writer of its blocks, may outlive the fault.
 CLEAN_SECONDS = 20.0
