@@ -78,6 +78,8 @@ def cli(tiny_model: Path, tmp_path: Path, shm_prefix: str) -> Iterator[Cli]:
         "PREFILL_DECODE_ADDRESS": decode,
         "ROUTER_LISTEN": router,
         "ROUTER_PREFILL_ADDRESS": prefill,
+        # Where decode computes a prompt there is no progress to show.
+        "ROUTER_PROMPT_PATH": "prefill",
         "ROUTER_DECODE_ADDRESS": decode,
         "GATEWAY_LISTEN": gateway,
         "GATEWAY_METRICS_LISTEN": metrics,

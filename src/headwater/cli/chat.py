@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from headwater.config import Config
     from headwater.generation import SamplingParams, TextEvent
 
+_BAR_CHARS = 30
+
 
 def chat(arguments: argparse.Namespace, config: Config) -> int:
     """Talks until the user leaves."""
@@ -99,10 +101,12 @@ async def _stream(
 
 
 def _show_progress(event: TextEvent) -> None:
-    """A prefill percentage that the first token overwrites; only on a terminal."""
-    if not sys.stdout.isatty():
+    """A bar while the prompt is computed, gone before the first token; only on a terminal."""
+    if event.prefill_progress is None or not sys.stdout.isatty():
         return
-    if event.prefill_progress is not None:
-        print(f"\r\033[2Kreading the prompt: {event.prefill_progress:.0%}", end="", flush=True)
-        if event.prefill_progress >= 1.0:
-            print("\r\033[2K", end="", flush=True)
+    share = event.prefill_progress
+    if share >= 1.0:
+        print("\r\033[2K", end="", flush=True)
+        return
+    bar = "━" * round(_BAR_CHARS * share)
+    print(f"\r\033[2Kreading the prompt {bar:<{_BAR_CHARS}} {share:.0%}", end="", flush=True)
