@@ -20,7 +20,11 @@ from headwater.kv.hashing import block_hashes
 from headwater.rpc.channel import open_channel
 from headwater.services.router.engines import KvUse, Lease
 from headwater.services.router.health import HealthWatch
-from headwater.services.router.policy import DecodeLoad, PrefillLoad
+from headwater.services.router.policy import (
+    UNKNOWN_BATCH_LIMIT,
+    DecodeLoad,
+    PrefillLoad,
+)
 from headwater.telemetry.tracing import outgoing_metadata, span
 from headwater.v1 import (
     decode_service_pb2,
@@ -205,7 +209,7 @@ class GrpcDecode(Peer):
         return DecodeLoad(
             step_seconds=status.step_seconds,
             extend_costs=pass_costs_from_pb(status.extend_costs),
-            batch_limit=max(1, status.batch_limit),
+            batch_limit=status.batch_limit or UNKNOWN_BATCH_LIMIT,
         )
 
     async def kv_use(self) -> KvUse:

@@ -43,8 +43,6 @@ _MIN_WAIT_SECONDS = 0.02
 _TRUST = 3
 # Length of an answer as long as none has ended.
 _GUESSED_TOKENS = 100
-# Before decode has told its own.
-_UNKNOWN_LIMIT = 2**31
 
 
 class Correction:
@@ -123,7 +121,7 @@ class Outlook:
     def __init__(self, forced: PromptPath | None = None) -> None:
         self._forced = forced
         self._prefill = PrefillLoad()
-        self._decode = DecodeLoad(batch_limit=_UNKNOWN_LIMIT)
+        self._decode = DecodeLoad()
         self._pending: dict[PromptPath, set[Pending]] = {path: set() for path in PromptPath}
         self._waits = WaitCorrection()
         self._corrections = {path: Correction() for path in PromptPath}

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _MIN_EXTEND_SHARE = 0.1
 _LEAST_IN_STEPS = 2.0
 _MIN_EXTEND_TOKENS = 16
+# As long as decode has not told its own.
+UNKNOWN_BATCH_LIMIT = 2**31
 # A request that would be late even on an idle machine is not late because of load: it may take
 # twice what it takes alone.
 _LEAST_IN_ALONE = 2.0
@@ -55,7 +57,7 @@ class DecodeLoad:
     pending_tokens: int = 0
     num_streams: int = 0
     tpot_seconds: float = math.inf
-    batch_limit: int = 1
+    batch_limit: int = UNKNOWN_BATCH_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
