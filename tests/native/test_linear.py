@@ -187,3 +187,20 @@ def test_unfit_tensors_are_refused(pool: WorkerPool) -> None:
         Matrix.fp8(torch.zeros(4, 8).to(torch.float8_e4m3fn), torch.ones(1, 2))
     with pytest.raises(ConfigError, match="not supported by this CPU"):
         linear(pool, matrix, torch.zeros(2, 8), torch.zeros(2, 4), isa="sse9")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_modes_and_batches_agree_bit_for_bit(
+    pool: WorkerPool, name: str, isa: str, request: pytest.FixtureRequest
+) -> None:
+    """So a prompt has the same KV whoever computes it, and however many tokens at once."""
+    rng, choose = seeded(request)
+    rows, columns = choose.randint(1, 200), choose.randint(1, 900)
+    sample = FORMATS[name](rng, rows, columns)
+    x = torch.randn(40, columns, generator=rng)
+    alone = torch.cat([run(pool, sample, x[i : i + 1].clone(), isa) for i in range(len(x))])
+    for mode in Mode:
+        for num_tokens in (2, 7, 16, 17, 32, 33, 40):
+            together = run(pool, sample, x[:num_tokens].clone(), isa, mode)
+            assert torch.equal(together, alone[:num_tokens]), (rows, columns, mode, num_tokens)

@@ -18,8 +18,10 @@ std::int64_t scratch_bytes(const Matrix& m) {
             return scratch_bytes_of<Bf16>(m);
         case Format::kFp8:
             return scratch_bytes_of<Fp8>(m);
+        case Format::kMxfp4:
+            return scratch_bytes_of<Mxfp4>(m);
         default:
-            return scratch_bytes_of<Nibbles<true>>(m);
+            return scratch_bytes_of<Int4<true, false>>(m);
     }
 }
 
@@ -29,9 +31,10 @@ void multiply(const Product& p) {
             return multiply_format<Bf16>(p);
         case Format::kFp8:
             return multiply_format<Fp8>(p);
-        default:
-            return p.matrix->zeros == nullptr ? multiply_format<Nibbles<false>>(p)
-                                              : multiply_format<Nibbles<true>>(p);
+        case Format::kMxfp4:
+            return multiply_format<Mxfp4>(p);
+        case Format::kInt4:
+            with_int4(*p.matrix, [&p]<class F>() { multiply_format<F>(p); });
     }
 }
 

@@ -16,11 +16,6 @@
 namespace headwater::avx512 {
 namespace {
 
-// Measured on Zen 4: with one token 8 to 64 KiB are alike, with more it takes 24 KiB and up.
-inline std::int64_t ahead_bytes(std::int64_t num_tokens) {
-    return num_tokens == 1 ? 12 << 10 : 32 << 10;
-}
-
 constexpr int kMaxTokens = 8;
 
 // The last, incomplete block of a row, filled up with zero bytes: they meet zero activations.
@@ -36,9 +31,9 @@ inline void copy_tail(const Matrix& m, const std::byte* data, std::byte* padded)
 template <class F, int kTokens>
 inline constexpr bool wants_prefetch = !(std::is_same_v<F, Bf16> && kTokens == 1);
 
-// Rows of nibbles are short: two at a time halve what a row costs besides its weights.
+// Rows of nibbles are short: several at a time share what a row costs besides its weights.
 template <class F>
-inline constexpr int kRowsOfOneToken = F::kBlockBytes == 64 ? 2 : 1;
+inline constexpr int kRowsOfOneToken = F::kBlockBytes == 64 ? 4 : 1;
 
 template <class F, int kRows, int kTokens, bool kPrefetch>
 inline void multiply_block(const typename F::Tables& tables, const typename F::Row* rows,
@@ -82,8 +77,16 @@ inline void multiply_block(const typename F::Tables& tables, const typename F::R
     }
 }
 
+// How far prefetches run ahead of the loads. Measured on Zen 4: a single row per tile likes 8 KiB
+// (97 % of the speed of the memory, against 91 % at 24 KiB), and more rows some rows more.
+template <class F>
+inline std::int64_t ahead_bytes(std::int64_t num_tokens) {
+    return num_tokens > 1 ? 32 << 10 : kRowsOfOneToken<F> == 1 ? 8 << 10 : 24 << 10;
+}
+
 // What to prefetch while the row at `data` is read: the stream of rows goes on with p.next; where
 // that is unknown, or rows are parts of longer ones, there is nothing to be gained.
+template <class F>
 inline const std::byte* ahead_of(const Product& p, const std::byte* data,
                                  std::int64_t packed_bytes) {
     const Matrix& m = *p.matrix;
@@ -91,7 +94,7 @@ inline const std::byte* ahead_of(const Product& p, const std::byte* data,
         return data;
     }
     const std::int64_t left = m.data + p.row_end * m.row_bytes - data;
-    const std::int64_t ahead = ahead_bytes(p.num_tokens);
+    const std::int64_t ahead = ahead_bytes<F>(p.num_tokens);
     if (ahead < left) {
         return data + ahead;
     }
@@ -175,8 +178,9 @@ void multiply_rows(const Product& p, std::int64_t begin, std::int64_t end) {
             rows[r] = typename F::Row(m, row + r, scratch + r * row_scratch<F>(m));
             data[r] = rows[r].data;
         }
-        multiply_tile<F, kRows, kTokens>(tables, m, rows, data, ahead_of(p, data[0], packed_bytes),
-                                         tokens, sums, p.outputs, row - p.row_begin);
+        multiply_tile<F, kRows, kTokens>(tables, m, rows, data,
+                                         ahead_of<F>(p, data[0], packed_bytes), tokens, sums,
+                                         p.outputs, row - p.row_begin);
     }
 }
 
