@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from headwater.services.decode.sequence import Sequence
     from headwater.services.decode.step_model import StepModel
 
-# A wish that even a single request misses must not make everybody wait for everybody: steps may
-# always take as long as this many steps of a single request.
+# A wish that hardly a single request meets must not make everybody wait for everybody: steps may
+# always take as long as this many steps of a single request, and longer when one alone misses it.
 _LEAST_IN_SINGLE_STEPS = 2.0
+_LEAST_OUT_OF_REACH = 4.0
 # Fewer prompt tokens than this are not worth a pass of their own; one that cannot have so many
 # within the wish is saved up for.
 _MIN_EXTEND_TOKENS = 16
@@ -40,7 +41,9 @@ class Pace:
         if not wishes or not self._steps.is_known:
             return math.inf
         single = self._steps.seconds(1, _mean_context(sequences))
-        return max(min(wishes), _LEAST_IN_SINGLE_STEPS * single)
+        strictest = min(wishes)
+        steps = _LEAST_IN_SINGLE_STEPS if single <= strictest else _LEAST_OUT_OF_REACH
+        return max(strictest, steps * single)
 
     def admits(self, running: Listing[Sequence], candidate: Sequence) -> bool:
         """Whether all keep their wishes when `candidate` joins; one alone always may.

@@ -61,9 +61,11 @@ def test_step_times_are_learnt() -> None:
         ((None, None, None), None, True),
         ((0.5,), 0.5, True),
         ((0.6, 0.6), 0.6, True),
-        # Out of reach even for one: a step may still take twice what it takes for one.
-        ((0.1, 0.1), 0.1, True),
-        ((0.1, 0.1, 0.1), 0.1, False),
+        # Hardly in reach: a step may still take twice what it takes for one.
+        ((0.35, 0.35), 0.35, True),
+        ((0.35, 0.35, 0.35), 0.35, False),
+        # Out of reach even for one.
+        ((0.1,) * 9, 0.1, True),
         # The strictest wish counts ...
         ((9.0, 9.0, 9.0, 0.6, 0.6, 0.6), 0.6, False),
         # ... and who wishes for little takes part in few of its steps.
@@ -108,7 +110,8 @@ def test_everybody_gets_on_when_not_all_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("running", "limit"), [((), 16), ((None,), 16), ((0.6,), 3), ((0.7, 9.0), 4), ((0.01,), 3)]
+    ("running", "limit"),
+    [((), 16), ((None,), 16), ((0.6,), 3), ((0.7, 9.0), 4), ((0.3001,), 3), ((0.01,), 16)],
 )
 def test_batch_limit(running: Listing[float | None], limit: int) -> None:
     assert Pace(steps(), extend_tokens=8).batch_limit(sequences(*running), 16) == limit
