@@ -115,7 +115,9 @@ class Attachment:
                 entries += [tensor_entry_from_pb(tensor) for tensor in response.tensors.tensors]
         if manifest is None or len(entries) != manifest.num_tensors:
             raise InternalError("decode's answer to GetWeights ended before the manifest was whole")
-        self._take(manifest, WeightsStore.attach(segment_handle_from_pb(manifest.segment), entries))
+        store = WeightsStore.attach(segment_handle_from_pb(manifest.segment), entries)
+        # A GPU's model compiles kernels and takes its memory, which takes seconds.
+        await asyncio.to_thread(self._take, manifest, store)
 
     def _take(self, manifest: weights_pb2.WeightsManifest, store: WeightsStore) -> None:
         spec = ModelSpec.from_json(manifest.config_json, "config.json")

@@ -91,5 +91,5 @@ def check_hybrid(architecture: str, device: torch.device) -> None:
 if __name__ == "__main__":
     with torch.inference_mode():
         for name in ARCHITECTURES:
-            check(name, torch.device(*sys.argv[1:] or ["cuda"]))
-            check_hybrid(name, torch.device(*sys.argv[1:] or ["cuda"]))
+            check(name, torch.device(*sys.argv[1:] or ["cuda:0"]))
+            check_hybrid(name, torch.device(*sys.argv[1:] or ["cuda:0"]))

@@ -24,10 +24,35 @@ TOLERANCES = {"quantize": 0.1}
 TOLERANCE = 1e-5
 
 
-@pytest.mark.skipif(
+needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="needs the package triton, which torch brings along on Linux with CUDA",
 )
+
+# Bytes of shared memory that one block may have.
+SHARED_MEMORY = {86: 99 << 10, 90: 227 << 10}
+
+
+@needs_triton
+def test_kernels_compile_for_real_cards() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.compile_cases", *map(str, SHARED_MEMORY)],
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    names = set()
+    for line in done.stdout.splitlines():
+        card, name, shared = line.split()
+        names.add((int(card), name))
+        assert int(shared) <= SHARED_MEMORY[int(card)], line
+    kernels = ("_grouped", "_add_weighted", "_export", "_post", "_await", "_add")
+    assert {(card, name) for card in SHARED_MEMORY for name in kernels} <= names
+
+
+@needs_triton
 def test_kernels_agree_with_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.kernel_cases"],

@@ -12,10 +12,12 @@ import torch
 
 from headwater.errors import ResourceError
 from headwater.gpu.host_ranges import RegisteredRanges
+from headwater.gpu.kernels.warm_up import warm_up
 from headwater.gpu.layout import lay_out
 from headwater.gpu.memory_plan import RESERVE_BYTES, plan_memory
 from headwater.gpu.prefill_model import StreamedModel
 from headwater.gpu.streams import queues_on
+from headwater.model.layer_spec import MoeFfnSpec
 
 if TYPE_CHECKING:
     from headwater.gpu.device import Gpu
@@ -58,6 +60,10 @@ class PrefillSession:
             ranges=self.ranges,
             quantize_from=quantize_from if gpu.has_fp8 else 2**62,
         )
+        choices = {la.ffn.experts_per_token for la in spec.layers if isinstance(la.ffn, MoeFfnSpec)}
+        for count in choices:
+            groups = [group for layer in layout.layers for group in layer.groups]
+            warm_up(groups, spec.hidden_size, count, gpu.device, is_quantized=gpu.has_fp8)
         _reserve(self.plan.activation_bytes - RESERVE_BYTES, gpu.device)
         self.ranges.start()
         logger.info(

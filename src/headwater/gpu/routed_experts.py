@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwater.gpu import kernels
-from headwater.gpu.kernels.experts import FP8_BLOCK, ExpertStack, Rows
+from headwater.gpu.kernels.experts import ExpertStack, Rows, empty_activations
 from headwater.gpu.layout import view_parts
 
 if TYPE_CHECKING:
@@ -40,29 +40,16 @@ def add_routed_experts(
     piece = next(pieces, None)
     for number, group in enumerate(layer.groups):
         stack = ExpertStack.of(view_parts(streamer.take(group.key), group.views))
-        is_fp8 = is_quantized and stack.gate_up.format == stack.down.format == "fp8"
+        is_fp8 = is_quantized and stack.is_fp8
         if inputs is None:
             values, scale = kernels.quantize(x) if is_fp8 else (x, None)
             inputs = Rows(values, scale, routing.index)
         while piece is not None and piece.group == number:
             tiles = routing.tiles(piece)
-            activated = _empty_rows(tiles.num_rows, stack, x.device, is_quantized=is_fp8)
+            activated = empty_activations(tiles.num_rows, stack, x.device, is_quantized=is_fp8)
             kernels.gate_up(inputs, stack, tiles, activated)
             outputs = torch.empty(tiles.num_rows, x.shape[1], device=x.device)
             kernels.down(activated, stack, tiles, outputs)
             kernels.add_weighted(target, outputs, routing.places, routing.weights, tiles.first_row)
             piece = next(pieces, None)
         streamer.release()
-
-
-def _empty_rows(
-    num_rows: int, stack: ExpertStack, device: torch.device, *, is_quantized: bool
-) -> Rows:
-    """Room for what comes between gate_up and down."""
-    shards, size = stack.gate_up.num_shards, stack.gate_up.rows
-    dtype = torch.float8_e4m3fn if is_quantized else torch.bfloat16
-    values = torch.empty(num_rows, shards * size, dtype=dtype, device=device)
-    if not is_quantized:
-        return Rows(values)
-    blocks = shards * -(-size // FP8_BLOCK)
-    return Rows(values, torch.empty(num_rows, blocks, device=device))

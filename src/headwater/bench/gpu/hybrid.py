@@ -162,7 +162,7 @@ def hand_over(
 
 
 def _time_steps(
-    decoder: HybridDecoder, rows: int, context: int, *, is_dual: bool, rounds: int = 15
+    decoder: HybridDecoder, rows: int, context: int, *, is_dual: bool, rounds: int = 9
 ) -> tuple[float, float]:
     """Median seconds of a step, and of the CPU's part in it."""
     parts = micro_batches(rows, is_dual=is_dual)

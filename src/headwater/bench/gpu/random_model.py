@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _TILE = 1 << 26
 _PAGE = 4096
 _FP8_SPREAD = 100.0
-_THREADS = 8
+_THREADS = 16
 _DTYPES = {
     DType.F32: torch.float32,
     DType.BF16: torch.bfloat16,

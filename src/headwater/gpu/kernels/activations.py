@@ -12,7 +12,7 @@ _BLOCK = 128
 _ROWS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize(x, values, scales, num_rows, columns, num_scales, rows_per_program: tl.constexpr):
     row = tl.program_id(0) * rows_per_program + tl.arange(0, rows_per_program)[:, None]
     block = tl.program_id(1)

@@ -10,7 +10,7 @@ from torch import Tensor
 _COLUMNS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_rows"])
 def _add_weighted(
     hidden,
     outputs,

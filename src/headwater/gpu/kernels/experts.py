@@ -82,6 +82,11 @@ class ExpertStack:
     gate_up: Stack
     down: Stack
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether all of it is E4M3, which activations in E4M3 can be multiplied with."""
+        return self.gate_up.format == self.down.format == "fp8"
+
     @classmethod
     def of(cls, parts: dict[str, Tensor]) -> ExpertStack:
         """From tensors named as in the weights segment: gate_up, gate_up.scale, down, ...
@@ -119,6 +124,19 @@ class Rows:
     values: Tensor
     scale: Tensor | None = None
     index: Tensor | None = None
+
+
+def empty_activations(
+    num_rows: int, stack: ExpertStack, device: torch.device, *, is_quantized: bool
+) -> Rows:
+    """Room for what comes between gate_up and down."""
+    shards, size = stack.gate_up.num_shards, stack.gate_up.rows
+    dtype = torch.float8_e4m3fn if is_quantized else torch.bfloat16
+    values = torch.empty(num_rows, shards * size, dtype=dtype, device=device)
+    if not is_quantized:
+        return Rows(values)
+    blocks = shards * -(-size // FP8_BLOCK)
+    return Rows(values, torch.empty(num_rows, blocks, device=device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ _ROWS = 64
 _PROGRAMS = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _multiply(
     x,
     values,

@@ -106,7 +106,12 @@ def _weight_scale(scales, row, num_rows, group, num_groups, fmt: tl.constexpr):
     return scale.to(tl.float32)
 
 
-@triton.jit
+# What changes from layer to layer must not make another variant of the kernel: compiling one takes
+# seconds.
+@triton.jit(
+    do_not_specialize=["tile_stride", "first_row"],
+    do_not_specialize_on_alignment=["tiles"],
+)
 def _grouped(
     x,
     x_scales,

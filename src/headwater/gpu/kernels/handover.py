@@ -42,11 +42,11 @@ def _export(
     tl.store(host_x + place, tl.load(x + place, mask=is_there, other=0.0), mask=is_there)
     if tl.program_id(1) == 0:
         choice = tl.arange(0, choices)
-        place = token * num_choices + choice
+        slot = token * num_choices + choice
         mask = choice < num_choices
-        chosen = tl.load(experts + place, mask=mask, other=0).to(tl.int32)
-        tl.store(host_experts + place, chosen, mask=mask)
-        tl.store(host_weights + place, tl.load(weights + place, mask=mask, other=0.0), mask=mask)
+        chosen = tl.load(experts + slot, mask=mask, other=0).to(tl.int32)
+        tl.store(host_experts + slot, chosen, mask=mask)
+        tl.store(host_weights + slot, tl.load(weights + slot, mask=mask, other=0.0), mask=mask)
     _write_through(column)
 
 

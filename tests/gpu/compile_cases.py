@@ -1,0 +1,121 @@
+"""Compiles every Triton kernel for real cards, at DeepSeek-V3's sizes, without having one.
+
+Run by test_kernels.py in a process of its own, as the launch of kernels is replaced by their
+compilation. Prints a line per variant: card, kernel, bytes of shared memory.
+"""
+
+# mypy: disable-error-code="import-untyped,import-not-found"
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import jit
+
+from headwater.gpu.kernels import activations, combine, few_rows, grouped, handover
+from headwater.gpu.kernels.experts import ExpertStack, Rows, Tiles
+from headwater.gpu.kernels.table import HEIGHTS
+from headwater.gpu.mailbox import Lane
+
+HIDDEN, INTERMEDIATE, EXPERTS = 7168, 2048, 6
+FP8_CAPABILITY = 89
+META = torch.device("meta")
+_capability = 0
+_seen: set[str] = set()
+
+
+def _compile(kernel: Any, *arguments: Any, grid: object, warmup: bool, **options: Any) -> None:
+    """Stands in for JITFunction.run: what it would compile for these arguments."""
+    chosen = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    names = [parameter.name for parameter in kernel.params]
+    values = dict(zip(names, arguments, strict=False)) | options
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], object] = {}
+    attributes: dict[tuple[int], object] = {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
+            signature[parameter.name], constants[index,] = "constexpr", value
+        else:
+            signature[parameter.name] = jit.mangle_type(value)
+            is_aligned = not isinstance(value, int) or value % 16 == 0
+            if is_aligned and not parameter.do_not_specialize:
+                attributes[index,] = [["tt.divisibility", 16]]
+    key = f"{_capability} {kernel.fn.__name__} {signature} {constants} {chosen}"
+    if key in _seen:
+        return
+    _seen.add(key)
+    target = GPUTarget("cuda", _capability, 32)
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target, chosen)
+    print(f"{_capability} {kernel.fn.__name__} {compiled.metadata.shared}", flush=True)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _stacks() -> dict[str, ExpertStack]:
+    """One of every format; four-bit ones with groups of 128 and 32."""
+    gate_up, down = (EXPERTS, 2, INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
+    found: dict[str, dict[str, Tensor]] = {"bf16": {}, "fp8": {}, "int4": {}, "mxfp4": {}}
+    for name, shape in (("gate_up", gate_up), ("down", down)):
+        *lead, rows, columns = shape
+        found["bf16"][name] = _empty(*shape, dtype=torch.bfloat16)
+        found["fp8"][name] = _empty(*shape, dtype=torch.float8_e4m3fn)
+        found["fp8"][f"{name}.scale"] = _empty(*lead, rows // 128, columns // 128)
+        for fmt in ("int4", "mxfp4"):
+            found[fmt][name] = _empty(*lead, rows, columns // 2, dtype=torch.uint8)
+        scale = _empty(*lead, rows, columns // 128, dtype=torch.bfloat16)
+        found["int4"][f"{name}.scale"] = scale
+        found["int4"][f"{name}.zero"] = _empty(*lead, rows, columns // 128, dtype=torch.uint8)
+        found["mxfp4"][f"{name}.scale"] = _empty(*lead, rows, columns // 32, dtype=torch.uint8)
+    return {fmt: ExpertStack.of(parts) for fmt, parts in found.items()}
+
+
+def _compile_products() -> None:
+    num_rows = 100
+    index = _empty(num_rows, dtype=torch.int32)
+    plain = Rows(_empty(num_rows, HIDDEN, dtype=torch.bfloat16), None, index)
+    act = Rows(_empty(num_rows, INTERMEDIATE, dtype=torch.bfloat16))
+    eight = torch.float8_e4m3fn
+    quantized = Rows(_empty(num_rows, HIDDEN, dtype=eight), _empty(num_rows, HIDDEN // 128), index)
+    quantized_act = Rows(
+        _empty(num_rows, INTERMEDIATE, dtype=eight), _empty(num_rows, INTERMEDIATE // 128)
+    )
+    out = _empty(num_rows, HIDDEN)
+    for fmt, stack in _stacks().items():
+        for height in HEIGHTS[::2]:
+            tiles = Tiles(_empty(3, 50, dtype=torch.int32), 7, num_rows, height)
+            grouped.gate_up(plain, stack, tiles, act)
+            grouped.down(act, stack, tiles, out)
+            if fmt == "fp8" and _capability >= FP8_CAPABILITY:
+                grouped.gate_up(quantized, stack, tiles, quantized_act)
+                grouped.down(quantized_act, stack, tiles, out)
+
+
+def _compile_others() -> None:
+    x = _empty(100, HIDDEN, dtype=torch.bfloat16)
+    places, weights = _empty(100, 8, dtype=torch.int32), _empty(100, 8)
+    combine.add_weighted(_empty(100, HIDDEN), _empty(50, HIDDEN), places, weights, 3)
+    lane = Lane(1, 64, 8, torch.device("cpu"))
+    handover.post(lane, 2, _empty(1, HIDDEN), _empty(1, 8, dtype=torch.int64), _empty(1, 8))
+    handover.add_answer(lane, 2, _empty(1, HIDDEN))
+    if _capability >= FP8_CAPABILITY:
+        activations.quantize(x)
+        values = _empty(1536, HIDDEN, dtype=torch.float8_e4m3fn)
+        few_rows.few_rows_product(x[:1], values, _empty(12, HIDDEN // 128))
+
+
+if __name__ == "__main__":
+    jit.JITFunction.run = _compile
+    for _capability in map(int, sys.argv[1:]):
+        major_minor = divmod(_capability, 10)
+        grouped.capability_of = lambda _, found=major_minor: found  # type: ignore[attr-defined,misc]
+        _compile_products()
+        _compile_others()
