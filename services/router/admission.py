@@ -36,6 +36,7 @@ class Admission:
         self._place_freed = asyncio.Event()
         self._mean_held_seconds = _FIRST_GUESS_SECONDS
         self._has_held = False
+        self._is_pool_full = False
         self.num_running = 0
         self.num_waiting = 0
 
@@ -43,12 +44,15 @@ class Admission:
     def queue(self) -> Queue:
         """The line as it is now."""
         held_seconds = self._mean_held_seconds if self._has_held else 0.0
-        return Queue(self.num_running, self.num_waiting, self.max_running, held_seconds)
+        is_full = self._is_pool_full or self.num_running >= self.max_running
+        return Queue(self.num_running, self.num_waiting, self.max_running, is_full, held_seconds)
 
     @property
     def queue_behind_none(self) -> Queue:
         """The line as one sees it who holds the last place taken."""
-        return dataclasses.replace(self.queue, num_running=self.num_running - 1, num_waiting=0)
+        return dataclasses.replace(
+            self.queue, num_running=self.num_running - 1, num_waiting=0, is_full=False
+        )
 
     async def enter(self, reserve: Callable[[], Awaitable[_Room]], deadline: float | None) -> _Room:
         """Waits for a place, then for `reserve` to find room, and returns what it gave.
@@ -112,8 +116,11 @@ class Admission:
         while True:
             self._place_freed.clear()
             try:
-                return await reserve()
+                room = await reserve()
+                self._is_pool_full = False
+                return room
             except KvExhaustedError as full:
+                self._is_pool_full = True
                 # Room comes with the end of a request of ours, or of somebody else's.
                 await self._place_free(full.retry_after_ms / 1000)
 

@@ -64,13 +64,15 @@ class DecodeLoad:
 class Queue:
     """The line before the engines: how many hold places, wait, and may hold places.
 
-    `held_seconds` is how long one holds its place, `stream_seconds` how long one generates; both
-    zero as long as nobody has.
+    `is_full` says that the first in line waits for somebody to leave: places or KV blocks are all
+    taken. `held_seconds` is how long one holds its place, `stream_seconds` how long one generates;
+    both zero as long as nobody has.
     """
 
     num_running: int
     num_waiting: int
     max_running: int
+    is_full: bool
     held_seconds: float = 0.0
     stream_seconds: float = 0.0
 
@@ -124,13 +126,12 @@ def choose_path(
 def queue_seconds(queue: Queue, decode: DecodeLoad) -> float:
     """Time that a new request waits for others to end, beside the computation of its prompt.
 
-    A place comes free each `held_seconds / max_running`; a place in the batch, where there are
+    A place comes free each `held_seconds / num_running`; a place in the batch, where there are
     fewer of these, each `stream_seconds / batch_limit`.
     """
     wait = 0.0
-    if queue.num_waiting or queue.num_running >= queue.max_running:
-        places = max(1, min(queue.num_running, queue.max_running))
-        wait = (queue.num_waiting + 1) * queue.held_seconds / places
+    if queue.is_full:
+        wait = (queue.num_waiting + 1) * queue.held_seconds / max(1, queue.num_running)
     ahead = queue.num_running + queue.num_waiting + 1 - decode.batch_limit
     return max(wait, max(0, ahead) * queue.stream_seconds / max(1, decode.batch_limit))
 

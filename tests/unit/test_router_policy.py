@@ -100,17 +100,19 @@ def test_path(
     ("queue", "batch_limit", "seconds"),
     [
         # Places free, and room in the batch.
-        (Queue(3, 0, 4, 8.0, 6.0), 4, 0.0),
+        (Queue(3, 0, 4, False, 8.0, 6.0), 4, 0.0),
         # All places taken: one comes free each 8 / 4 s.
-        (Queue(4, 0, 4, 8.0, 6.0), 9, 2.0),
-        (Queue(4, 2, 4, 8.0, 6.0), 9, 6.0),
+        (Queue(4, 0, 4, True, 8.0, 6.0), 9, 2.0),
+        (Queue(4, 2, 4, True, 8.0, 6.0), 9, 6.0),
         # Places free but not in the batch, of which one comes free each 6 / 2 s.
-        (Queue(2, 0, 9, 8.0, 6.0), 2, 3.0),
-        (Queue(4, 0, 9, 8.0, 6.0), 2, 9.0),
+        (Queue(2, 0, 9, False, 8.0, 6.0), 2, 3.0),
+        (Queue(4, 0, 9, False, 8.0, 6.0), 2, 9.0),
         # The KV pool is full: some wait although places are free.
-        (Queue(2, 1, 9, 8.0, 6.0), 9, 8.0),
+        (Queue(2, 1, 9, True, 8.0, 6.0), 9, 8.0),
+        # Many arrive at once, and are just being let in.
+        (Queue(1, 7, 9, False, 8.0, 6.0), 9, 0.0),
         # Nothing is known yet.
-        (Queue(9, 9, 4), 2, 0.0),
+        (Queue(9, 9, 4, True), 2, 0.0),
     ],
 )
 def test_queue(queue: Queue, batch_limit: int, seconds: float) -> None:
@@ -163,9 +165,9 @@ def test_what_is_under_way_counts_and_leaves() -> None:
     assert outlook.prefill.pending_tokens == 0
     with outlook.streaming(0.5), outlook.streaming(0.2):
         assert (outlook.decode.num_streams, outlook.decode.tpot_seconds) == (2, 0.2)
-        assert outlook.wait_seconds(Queue(1, 0, 9), 20) > 0.0
+        assert outlook.wait_seconds(Queue(1, 0, 9, False), 20) > 0.0
     assert (outlook.decode.num_streams, outlook.decode.tpot_seconds) == (0, math.inf)
-    assert outlook.wait_seconds(Queue(0, 0, 9), 20) == 0.0
+    assert outlook.wait_seconds(Queue(0, 0, 9, False), 20) == 0.0
     assert outlook.num_chosen == {PromptPath.PREFILL: 1, PromptPath.EXTEND: 0}
 
 
