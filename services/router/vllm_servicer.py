@@ -20,7 +20,7 @@ from headwater.errors import CancelledError, InvalidRequestError
 from headwater.generation import FinishReason, Token, Usage
 from headwater.services.router.prefix_cache import PrefixCache
 from headwater.services.router.requests import RouterRequest, TextPrompt, TokenPrompt
-from headwater.services.router.servicer import deadline_of
+from headwater.services.router.servicer import deadline_of, objective_class_of
 from headwater.services.router.tokenizer_archive import TokenizerArchive
 from headwater.wire.vllm import chunk_to_vllm, complete_to_vllm, sampling_from_vllm
 from headwater.wire.vllm_kv import KvEventWriter
@@ -51,7 +51,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Chunks if asked for, then the whole answer."""
         self._last_receive_unix_seconds = time.time()
-        asked = _request_from_vllm(request)
+        asked = _request_from_vllm(request, objective_class_of(context))
         num_prompt_tokens = len(request.tokenized.input_ids)
         answers: list[list[Token]] = [[] for _ in range(asked.n)]
         try:
@@ -213,7 +213,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
 
-def _request_from_vllm(request: pb.GenerateRequest) -> RouterRequest:
+def _request_from_vllm(request: pb.GenerateRequest, objective_class: str) -> RouterRequest:
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidRequestError("input", "one of tokenized and text must be given")
@@ -231,4 +231,5 @@ def _request_from_vllm(request: pb.GenerateRequest) -> RouterRequest:
         wants_text=False,
         skip_special_tokens=request.sampling_params.skip_special_tokens,
         n=request.sampling_params.n or 1,
+        objective_class=objective_class,
     )
