@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from headwater.costs import affordable_tokens, smallest_piece
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as Listing
 
@@ -20,9 +22,6 @@ if TYPE_CHECKING:
 # always take as long as this many steps of a single request, and longer when one alone misses it.
 _LEAST_IN_SINGLE_STEPS = 2.0
 _LEAST_OUT_OF_REACH = 4.0
-# Fewer prompt tokens than this are not worth a pass of their own; one that cannot have so many
-# within the wish is saved up for.
-_MIN_EXTEND_TOKENS = 16
 # However little time a wish leaves, this share of it goes to prompts, so that they get on.
 _MIN_EXTEND_SHARE = 0.1
 
@@ -91,27 +90,23 @@ class Pace:
     def extend_budget(self, decoding: Listing[Sequence], costs: PassCosts) -> int:
         """Prompt tokens to compute beside the next step of `decoding`; to be asked once a step.
 
-        Each step saves what the wish leaves of its time, and a pass over prompt tokens spends it:
-        the time per token keeps to the wish on average, and no pass is longer than the largest
-        chunk takes.
+        As many as take what the wish leaves of the step's time. Where that is too little for a
+        pass, several steps save up for the smallest one: the time per token keeps to the wish on
+        average, and no stall is longer than it must be.
         """
         limit = self.limit_seconds(decoding)
         if not decoding or math.isinf(limit) or not costs.measured_passes:
-            self._saved_seconds = 0.0
             return self._extend_tokens
-        dearest = costs.seconds(self._extend_tokens)
         spare = max(limit - self.step_seconds(decoding), _MIN_EXTEND_SHARE * limit)
-        self._saved_seconds = min(self._saved_seconds + spare, dearest)
-        if self._saved_seconds >= dearest:
-            return self._extend_tokens
-        spendable = self._saved_seconds - costs.seconds_per_pass
-        affordable = int(spendable / costs.seconds_per_token) if costs.seconds_per_token else 0
-        return affordable if affordable >= min(_MIN_EXTEND_TOKENS, self._extend_tokens) else 0
-
-    def extended(self, num_tokens: int, costs: PassCosts) -> None:
-        """Notes that so many prompt tokens are computed in this step."""
-        if num_tokens:
-            self._saved_seconds = max(0.0, self._saved_seconds - costs.seconds(num_tokens))
+        smallest = smallest_piece(costs)
+        affordable = affordable_tokens(costs, spare)
+        if affordable >= smallest:
+            return affordable
+        self._saved_seconds += spare
+        if self._saved_seconds < costs.seconds(smallest):
+            return 0
+        self._saved_seconds = 0.0
+        return smallest
 
 
 def _mean_context(sequences: Listing[Sequence]) -> float:

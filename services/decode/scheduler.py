@@ -93,11 +93,9 @@ class Scheduler:
         decoding = [s for s in self.running if not s.num_extending]
         counts = {id(s): 0 if s.has_hidden else 1 for s in self.pace.members(decoding)}
         if extending:
-            costs = self._extend_meter.costs
-            budget = self.pace.extend_budget(decoding, costs)
+            budget = self.pace.extend_budget(decoding, self._extend_meter.costs)
             shares = share_tokens([s.num_extending for s in extending], budget)
             counts |= {id(s): share for s, share in zip(extending, shares, strict=True) if share}
-            self.pace.extended(sum(shares), costs)
         return counts
 
     def _admit(self) -> None:

@@ -12,16 +12,15 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headwater.costs import PassCosts
+from headwater.costs import PassCosts, affordable_tokens, smallest_piece
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # As in headwater.services.decode.pace: what decode gives to prompts however strict the streams are,
-# how long its steps may always be, and the smallest piece of a prompt it computes.
+# and how long its steps may always be.
 _MIN_EXTEND_SHARE = 0.1
 _LEAST_IN_STEPS = 2.0
-_MIN_EXTEND_TOKENS = 16
 # As long as decode has not told its own.
 UNKNOWN_BATCH_LIMIT = 2**31
 # A request that would be late even on an idle machine is not late because of load: it may take
@@ -98,7 +97,7 @@ def extend_seconds(load: DecodeLoad, num_tokens: int) -> float:
         return costs.seconds(tokens) + load.step_seconds * -(-tokens // costs.max_tokens_per_pass)
     limit = max(load.tpot_seconds, _LEAST_IN_STEPS * load.step_seconds)
     spare = max(limit - load.step_seconds, _MIN_EXTEND_SHARE * limit)
-    piece = _affordable(costs, spare)
+    piece = max(smallest_piece(costs), affordable_tokens(costs, spare))
     seconds = -(-tokens // piece) * costs.seconds_per_pass + tokens * costs.seconds_per_token
     # Of each `step_seconds + spare`, only `spare` goes to prompts.
     return seconds * (load.step_seconds + spare) / spare
@@ -152,11 +151,3 @@ def _ahead(pending_tokens: int, num_tokens: int, pass_tokens: int) -> int:
     if num_tokens <= pass_tokens // 2:
         return min(pending_tokens, pass_tokens + pass_tokens // 2)
     return pending_tokens
-
-
-def _affordable(costs: PassCosts, seconds: float) -> int:
-    """Tokens of one pass that takes so long, within what a pass of decode's may have."""
-    most, least = costs.max_tokens_per_pass, min(_MIN_EXTEND_TOKENS, costs.max_tokens_per_pass)
-    if costs.seconds_per_token <= 0.0:
-        return most
-    return min(most, max(least, int((seconds - costs.seconds_per_pass) / costs.seconds_per_token)))

@@ -14,6 +14,11 @@ _DECAY = 0.9
 # something else, only counts for so much. A lasting change is followed all the same.
 _MAX_JUMP = 3.0
 _MIN_POINTS_TO_EXPECT = 4
+# Fewer tokens than this are never worth a pass of their own.
+_MIN_PIECE_TOKENS = 16
+# How much of the way to a new split is gone per point, once there is one: few points, all of them
+# disturbed, can give any split.
+_STEP_TO_NEW_SPLIT = 0.3
 # Points whose two sizes nearly keep one ratio say nothing about how the time is split: below this
 # share, as the squared sine of the angle they span, the known split is kept and scaled.
 _MIN_ANGLE = 0.01
@@ -40,7 +45,12 @@ class TwoPartFit:
         self._vv = self._vv * _DECAY + second * second
         self._uy = self._uy * _DECAY + first * seconds
         self._vy = self._vy * _DECAY + second * seconds
-        self.parts = self._fitted()
+        fitted, scaled = self._fitted(), self._scaled()
+        step = _STEP_TO_NEW_SPLIT if self.num_points >= _MIN_POINTS_TO_EXPECT else 1.0
+        if fitted is None:
+            step, fitted = 0.0, scaled
+        a, b = (old + step * (new - old) for old, new in zip(scaled, fitted, strict=True))
+        self.parts = (a, b)
         self.num_points += 1
 
     def seconds(self, first: float, second: float) -> float:
@@ -48,17 +58,14 @@ class TwoPartFit:
         a, b = self.parts
         return a * first + b * second
 
-    def _fitted(self) -> tuple[float, float]:
+    def _fitted(self) -> tuple[float, float] | None:
+        """The best split, if the points tell one that makes sense."""
         determinant = self._uu * self._vv - self._uv**2
         if determinant <= _MIN_ANGLE * self._uu * self._vv:
-            return self._scaled()
+            return None
         a = (self._uy * self._vv - self._vy * self._uv) / determinant
         b = (self._vy * self._uu - self._uy * self._uv) / determinant
-        if b < 0.0:
-            return self._uy / self._uu, 0.0
-        if a < 0.0:
-            return 0.0, self._vy / self._vv
-        return a, b
+        return (a, b) if min(a, b) >= 0.0 else None
 
     def _scaled(self) -> tuple[float, float]:
         """The split known so far, made to fit the points best."""
@@ -86,6 +93,24 @@ class PassCosts:
         """Time for so many tokens in as few passes as possible; zero for none."""
         passes = -(-num_tokens // self.max_tokens_per_pass)
         return passes * self.seconds_per_pass + num_tokens * self.seconds_per_token
+
+
+def smallest_piece(costs: PassCosts) -> int:
+    """Tokens that are worth a pass: so many that they take as long as the pass without them."""
+    if costs.seconds_per_token <= 0.0:
+        return costs.max_tokens_per_pass
+    worth = int(costs.seconds_per_pass / costs.seconds_per_token)
+    return min(costs.max_tokens_per_pass, max(_MIN_PIECE_TOKENS, worth))
+
+
+def affordable_tokens(costs: PassCosts, seconds: float) -> int:
+    """Tokens of one pass that takes so long; zero when there is not even time for the pass."""
+    if seconds < costs.seconds_per_pass:
+        return 0
+    if costs.seconds_per_token <= 0.0:
+        return costs.max_tokens_per_pass
+    tokens = int((seconds - costs.seconds_per_pass) / costs.seconds_per_token)
+    return min(tokens, costs.max_tokens_per_pass)
 
 
 class CostMeter:

@@ -122,7 +122,6 @@ def stalls(pace: Pace, wish: float | None, costs: PassCosts, num_steps: int) -> 
     found = []
     for _ in range(num_steps):
         count = pace.extend_budget(sequences(wish), costs)
-        pace.extended(count, costs)
         found.append(costs.seconds(count))
     return found
 
