@@ -22,6 +22,7 @@ from headwater.v1 import memory_service_pb2, memory_service_pb2_grpc
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
     from pathlib import Path
 
     from headwater.cli.processes import ManagedProcess
@@ -41,15 +42,21 @@ def up(arguments: argparse.Namespace, config: Config) -> int:
         config = dataclasses.replace(config, gateway=gateway)
     config = with_model(config)
     deadline = time.monotonic() + arguments.timeout
-    config_path, missing = _start_missing(config)
     members = stack.members(config)
+    # The gateway asks the router for the tokenizer when it starts, and soon gives up.
+    first = [name for name in members if name != stack.GATEWAY]
+    started: list[str] = []
     try:
+        config_path = _start_missing(config, first, started)
         _follow_loading(config, members["decode"], deadline)
-        for name, process in members.items():
-            _wait_until_serving(name, process, config, deadline)
+        for name in first:
+            _wait_until_serving(name, members[name], config, deadline)
+        if config.gateway.enabled:
+            _start_missing(config, [stack.GATEWAY], started)
+            _wait_until_serving(stack.GATEWAY, members[stack.GATEWAY], config, deadline)
     except BaseException:
         # Half a stack serves nobody, and would keep the next try from other settings.
-        for name in reversed(missing):
+        for name in reversed(started):
             members[name].stop(STOP_SECONDS)
         raise
     supervisor = stack.supervisor(config)
@@ -60,19 +67,20 @@ def up(arguments: argparse.Namespace, config: Config) -> int:
     return 0
 
 
-def _start_missing(config: Config) -> tuple[Path, list[str]]:
-    """Starts what does not run; returns the written configuration and the names started.
+def _start_missing(config: Config, names: Sequence[str], started: list[str]) -> Path:
+    """Starts those that do not run, and adds them to `started`; returns the written configuration.
 
     Raises ConfigError when something runs already, with other settings.
     """
     with stack.only_one(config):
         config_path = _write_config(config)
         members = stack.members(config)
-        missing = [name for name, process in members.items() if process.pid() is None]
-        for name in missing:
-            command = stack.command_of(name, config, config_path)
-            members[name].start(command, stack.environment_of(name))
-    return config_path, missing
+        for name in names:
+            if members[name].pid() is None:
+                command = stack.command_of(name, config, config_path)
+                members[name].start(command, stack.environment_of(name))
+                started.append(name)
+    return config_path
 
 
 def _write_config(config: Config) -> Path:
