@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import grpc
 
-# A dead peer is noticed by keepalive, a restarted one is found again within a second.
+# A stopped peer is noticed by keepalive within 20 s, a restarted one found again within a second.
 _OPTIONS = (
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    # Our servers take a ping every ten seconds.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # Whoever listens to a long answer sends nothing himself.
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
