@@ -20,10 +20,16 @@ def write_result(path: str | None, figures: object) -> None:
     origin = {
         "machine": _machine(),
         "commit": _commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", _script(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
     }
     Path(path).write_text(json.dumps(origin | {"figures": figures}, indent=2) + "\n")
+
+
+def _script() -> str:
+    """The script as it is named in the repository, for folders of a machine mean nothing."""
+    path = Path(sys.argv[0]).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def _machine() -> dict[str, object]:

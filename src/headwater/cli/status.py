@@ -125,6 +125,7 @@ def _print_tables(states: dict[str, Any], segments: list[dict[str, Any]]) -> Non
             f"{layout['num_blocks']} blocks of {layout['block_tokens']} tokens free, "
             f"{decode['kv_leases']} leases"
         )
+        print(f"prefixes {_prefix_text(decode)}")
     elif segments:
         print("\nsegments " + ", ".join(segment["name"] for segment in segments))
     if objectives := states["router"].get("objectives"):
@@ -138,6 +139,15 @@ def _class_row(objective: dict[str, Any]) -> tuple[object, ...]:
     misses = (objective[f"{key}_requests"] for key in ("missed_ttft", "missed_tpot", "shed"))
     share = f"{attained / finished:.1%}" if finished else ""
     return (objective["name"], wishes, finished, share, *misses)
+
+
+def _prefix_text(decode: dict[str, Any]) -> str:
+    asked, found = int(decode["prefix_queried_tokens"]), int(decode["prefix_cached_tokens"])
+    share = f", {found / asked:.0%}" if asked else ""
+    return (
+        f"{decode['kv_cached_blocks']} free blocks may be used again; found {found} of {asked} "
+        f"prompt tokens{share}"
+    )
 
 
 def _placement_text(placement: dict[str, Any]) -> str:
