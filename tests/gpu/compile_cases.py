@@ -17,10 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import jit
 
-from headwater.gpu.kernels import activations, combine, few_rows, grouped, handover
+from headwater.gpu.kernels import activations, combine, decode_steps, few_rows, grouped, handover
 from headwater.gpu.kernels.experts import ExpertStack, Rows, Tiles
 from headwater.gpu.kernels.table import HEIGHTS
 from headwater.gpu.mailbox import Lane
+from headwater.model.layer_spec import MlaSpec, MoeFfnSpec, RopeSpec
 
 HIDDEN, INTERMEDIATE, EXPERTS = 7168, 2048, 6
 FP8_CAPABILITY = 89
@@ -106,10 +107,23 @@ def _compile_others() -> None:
     lane = Lane(1, 64, 8, torch.device("cpu"))
     handover.post(lane, 2, _empty(1, HIDDEN), _empty(1, 8, dtype=torch.int64), _empty(1, 8))
     handover.add_answer(lane, 2, _empty(1, HIDDEN))
+    pieces, weight = _empty(3, 1, HIDDEN), _empty(HIDDEN)
+    decode_steps.add_and_norm(_empty(1, HIDDEN), pieces, weight, 1e-6, is_kept=True)
+    positions = _empty(1, dtype=torch.int64)
+    rope = RopeSpec("default", 64, 1e4, is_interleaved=True)
+    mla = MlaSpec(128, 1536, 512, 128, 64, 128, 0.1, rope)
+    angles = _empty(4096, 1, 32), _empty(4096, 1, 32)
+    cache = _empty(1, 4096, 576, dtype=torch.bfloat16)
+    norms = _empty(1536), _empty(512)
+    decode_steps.mla_inputs(mla, _empty(8, 1, 2112), norms, angles, positions, cache, 1e-6)
+    decode_steps.mla_queries(mla, _empty(2, 1, 128 * 192), angles, positions)
+    decode_steps.masked_softmax(_empty(1, 128, 4096), positions)
+    gate = MoeFfnSpec(256, 8, 2048, "sigmoid_bias_group", True, 2.5, 8, 4)
+    decode_steps.choose(gate, _empty(1, 256), _empty(256))
     if _capability >= FP8_CAPABILITY:
         activations.quantize(x)
         values = _empty(1536, HIDDEN, dtype=torch.float8_e4m3fn)
-        few_rows.few_rows_product(x[:1], values, _empty(12, HIDDEN // 128))
+        few_rows.few_rows_pieces(x[:1], values, _empty(12, HIDDEN // 128))
 
 
 if __name__ == "__main__":

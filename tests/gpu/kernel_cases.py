@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from headwater.gpu.kernels import activations, combine, few_rows, grouped, reference
+from headwater.gpu.decode_attention import Angles
+from headwater.gpu.kernels import activations, combine, decode_steps, few_rows, grouped, reference
 from headwater.gpu.kernels.experts import ExpertStack, Format, Rows, Tiles, cut_into_tiles
 from headwater.model.expand import rows_of
+from headwater.model.gate import choose_experts
+from headwater.model.layer_spec import MlaSpec, MoeFfnSpec, RopeSpec
 from tests.gpu.samples import random_stack, relative_error
 
 TOKENS, CHOICES = 24, 2
@@ -41,6 +45,13 @@ def cases(device: torch.device) -> Iterator[tuple[str, float]]:
     for tokens in (1, 17):
         yield f"few_rows {tokens}", _few(tokens, generator, device)
     yield "add_weighted", _combined(generator, device)
+    yield "add_and_norm", _normed(generator, device)
+    yield "masked_softmax", _softmax(generator, device)
+    for kind in ("softmax", "sigmoid_bias_group"):
+        yield f"choose {kind}", _chosen(kind, generator, device)
+    for is_interleaved in (False, True):
+        name = "interleaved" if is_interleaved else "halves"
+        yield from _mla(name, is_interleaved, generator, device)
 
 
 def _combinations() -> Iterator[tuple[Format, bool, bool, str]]:
@@ -122,8 +133,8 @@ def _few(tokens: int, generator: torch.Generator, device: torch.device) -> float
     x = torch.randn(tokens, 340, generator=generator).bfloat16()
     expected = torch.empty(200, 340)
     rows_of(values, scale, None).expand(0, expected)
-    ours = few_rows.few_rows_product(x.to(device), values.to(device), scale.to(device))
-    return relative_error(ours.cpu(), x.float() @ expected.t())
+    pieces = few_rows.few_rows_pieces(x.to(device), values.to(device), scale.to(device))
+    return relative_error(pieces.sum(dim=0).cpu(), x.float() @ expected.t())
 
 
 def _combined(generator: torch.Generator, device: torch.device) -> float:
@@ -135,6 +146,83 @@ def _combined(generator: torch.Generator, device: torch.device) -> float:
     combine.add_weighted(ours, outputs.to(device), places.to(device), weights.to(device), first=5)
     reference.add_weighted(hidden, outputs, places, weights, 5)
     return relative_error(ours.cpu(), hidden)
+
+
+def _normed(generator: torch.Generator, device: torch.device) -> float:
+    hidden = torch.randn(3, 40, generator=generator)
+    pieces = torch.randn(2, 3, 40, generator=generator)
+    weight = torch.rand(40, generator=generator)
+    ours = hidden.clone().to(device)
+    normal, rounded = decode_steps.add_and_norm(
+        ours, pieces.to(device), weight.to(device), 1e-6, is_kept=True
+    )
+    expected = hidden + pieces.sum(dim=0)
+    assert relative_error(ours.cpu(), expected) < 1e-6
+    assert normal is not None
+    assert relative_error(rounded.cpu().float(), normal.cpu()) < 8e-3
+    return relative_error(normal.cpu(), functional.rms_norm(expected, (40,), weight, 1e-6))
+
+
+def _softmax(generator: torch.Generator, device: torch.device) -> float:
+    scores = torch.randn(2, 3, 24, generator=generator)
+    positions = torch.tensor([0, 17])
+    ours = decode_steps.masked_softmax(scores.to(device), positions.to(device)).cpu().float()
+    hidden = torch.arange(24)[None, None] > positions[:, None, None]
+    expected = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    assert bool((ours[hidden.expand_as(ours)] == 0).all())
+    return relative_error(ours, expected)
+
+
+def _chosen(kind: str, generator: torch.Generator, device: torch.device) -> float:
+    is_sigmoid = kind == "sigmoid_bias_group"
+    spec = MoeFfnSpec(
+        num_experts=40,
+        experts_per_token=6,
+        intermediate_size=8,
+        gate="sigmoid_bias_group" if is_sigmoid else "softmax",
+        is_normalized=is_sigmoid,
+        routed_scale=2.5,
+        num_groups=8 if is_sigmoid else 1,
+        groups_per_token=3 if is_sigmoid else 1,
+    )
+    logits = torch.randn(9, 40, generator=generator)
+    bias = torch.randn(40, generator=generator) / 10 if is_sigmoid else None
+    on_device = None if bias is None else bias.to(device)
+    experts, weights = decode_steps.choose(spec, logits.to(device), on_device)
+    expected_experts, expected = choose_experts(spec, logits, bias)
+    assert torch.equal(experts.cpu(), expected_experts.int()), "other experts"
+    return relative_error(weights.cpu(), expected)
+
+
+def _mla(
+    name: str, is_interleaved: bool, generator: torch.Generator, device: torch.device
+) -> Iterator[tuple[str, float]]:
+    """Compressed queries, cache entry and queries of two tokens at different positions."""
+    rope = RopeSpec("default", 8, 100.0, is_interleaved)
+    spec = MlaSpec(3, 20, 24, 12, 8, 16, 0.3, rope)
+    angles = Angles(rope, 16, torch.device("cpu"))
+    moved = angles.cos.to(device), angles.sin.to(device)
+    positions = torch.tensor([5, 9])
+    norms = torch.rand(20, generator=generator), torch.rand(24, generator=generator)
+    pieces = torch.randn(2, 2, 20 + 24 + 8, generator=generator)
+    cache = torch.zeros(2, 16, 32, device=device)
+    low = decode_steps.mla_inputs(
+        spec, pieces.to(device), (norms[0].to(device), norms[1].to(device)), moved,
+        positions.to(device), cache, 1e-6,
+    )  # fmt: skip
+    q, latent, k_rope = pieces.sum(dim=0).split([20, 24, 8], dim=-1)
+    expected = functional.rms_norm(q, (20,), norms[0], 1e-6)
+    yield f"mla compressed {name}", relative_error(low.cpu().float(), expected)
+    rotated = angles.rotate(k_rope[:, None], positions)[:, 0]
+    entry = torch.cat((functional.rms_norm(latent, (24,), norms[1], 1e-6), rotated), dim=-1)
+    yield f"mla entry {name}", relative_error(cache.cpu()[[0, 1], positions], entry)
+    pieces = torch.randn(2, 2, 3 * 20, generator=generator)
+    plain, queries = decode_steps.mla_queries(spec, pieces.to(device), moved, positions.to(device))
+    heads = pieces.sum(dim=0).view(2, 3, 20) * 0.3
+    plain = plain.cpu().float().transpose(0, 1)
+    yield f"mla plain {name}", relative_error(plain, heads[..., :12])
+    rotated = angles.rotate(heads[..., 12:], positions)
+    yield f"mla rotated {name}", relative_error(queries[..., 24:].cpu().float(), rotated)
 
 
 def _move(holder: Any, device: torch.device) -> Any:

@@ -18,10 +18,10 @@ from headwater.gpu.kernels.table import HEIGHTS, shapes_for, tile_rows
 from headwater.gpu.routing import route
 from tests.gpu.samples import relative_error
 
-# What a wrong scale, a wrong shard or a lost row exceeds by far. Values that the interpreter cuts
-# off where a GPU rounds: up to a step of E4M3, 2^-3 of them.
-TOLERANCES = {"quantize": 0.1}
+# What a wrong scale, a wrong shard or a lost row exceeds by far.
 TOLERANCE = 1e-5
+# Results that are rounded, or, by the interpreter, cut off: up to a step of E4M3 or of BF16.
+ROUNDED = {"quantize": 0.1, "masked_softmax": 8e-3, "mla": 8e-3}
 
 
 needs_triton = pytest.mark.skipif(
@@ -48,7 +48,7 @@ def test_kernels_compile_for_real_cards() -> None:
         card, name, shared = line.split()
         names.add((int(card), name))
         assert int(shared) <= SHARED_MEMORY[int(card)], line
-    kernels = ("_grouped", "_add_weighted", "_export", "_post", "_await", "_add")
+    kernels = ("_grouped", "_add_weighted", "_post", "_add_answer", "_choose", "_mla_inputs")
     assert {(card, name) for card in SHARED_MEMORY for name in kernels} <= names
 
 
@@ -67,7 +67,7 @@ def test_kernels_agree_with_torch() -> None:
         name, _, error = line.rpartition(": ")
         errors[name] = float(error)
     assert len(errors) > 30
-    wrong = {n: e for n, e in errors.items() if not e < TOLERANCES.get(n, TOLERANCE)}
+    wrong = {n: e for n, e in errors.items() if not e < ROUNDED.get(n.split()[0], TOLERANCE)}
     assert wrong == {}
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headwater.gpu.resident import ResidentMatrix
 from headwater.model.layer_spec import GqaSpec, MlaSpec
 from headwater.model.rope import RotaryTable, rope_frequencies
 
 if TYPE_CHECKING:
-    from headwater.gpu.resident import ResidentWeights
+    from headwater.gpu.resident import Norm, ResidentWeights
     from headwater.model.layer_spec import RopeSpec
 
 
@@ -25,13 +26,13 @@ class Angles:
     def __init__(self, spec: RopeSpec, max_context: int, device: torch.device) -> None:
         angles = torch.arange(max_context, dtype=torch.float32)[:, None, None]
         angles = angles * rope_frequencies(spec)
-        self._cos = (angles.cos() * spec.amplitude).to(device)
-        self._sin = (angles.sin() * spec.amplitude).to(device)
+        self.cos = (angles.cos() * spec.amplitude).to(device)
+        self.sin = (angles.sin() * spec.amplitude).to(device)
         self._table = RotaryTable(spec)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotates FP32 x [T, heads, dim] for int64 positions [T]."""
-        return self._table.rotate(x, self._cos[positions], self._sin[positions])
+        return self._table.rotate(x, self.cos[positions], self.sin[positions])
 
 
 class MlaDecode:
@@ -41,29 +42,31 @@ class MlaDecode:
         self._spec = spec
         self._angles = angles
         self.entry_shape = (spec.kv_lora_rank + spec.rope_dim,)
+        self._inputs, self._kv_a_norm = weights.matrix("kv_a"), weights.norm("kv_a_norm")
+        self._q_a_norm: Norm | None = None
         if spec.q_lora_rank is None:
-            self._q, self._q_a = weights.matrix("q"), None
+            self._q = weights.matrix("q")
         else:
-            self._q, self._q_a = weights.matrix("q_b"), weights.matrix("q_a")
-            self._q_a_norm = weights.norm("q_a_norm")
-        self._kv_a, self._kv_a_norm = weights.matrix("kv_a"), weights.norm("kv_a_norm")
+            self._q, self._q_a_norm = weights.matrix("q_b"), weights.norm("q_a_norm")
+            self._inputs = ResidentMatrix.joined([weights.matrix("q_a"), self._inputs])
         per_head = weights.matrix("kv_b").whole().view(spec.num_heads, -1, spec.kv_lora_rank)
         self._keys = per_head[:, : spec.nope_dim].contiguous()
         self._values = per_head[:, spec.nope_dim :].transpose(1, 2).contiguous()
         self._o = weights.matrix("o")
 
     def __call__(self, x: Tensor, positions: Tensor, cache: Tensor, mask: Tensor) -> Tensor:
-        """BF16 [T, hidden] -> FP32 [T, hidden].
+        """BF16 [T, hidden] -> FP32 [pieces, T, hidden], to be added up.
 
         `cache`, BF16 [T, context, rank + rope], gets the new entries at int64 `positions` [T];
         `mask`, FP32 [T, 1, bound], is added to the scores.
         """
+        if x.is_cuda:
+            return self._fused(x, positions, cache, mask.shape[-1])
         spec, rank = self._spec, self._spec.kv_lora_rank
-        compressed = x
-        if self._q_a is not None:
-            compressed = self._q_a_norm(self._q_a.product(x)).bfloat16()
+        inputs = self._inputs.product(x)
+        low, latent, k_rope = inputs.split([spec.q_lora_rank or 0, rank, spec.rope_dim], dim=-1)
+        compressed = x if self._q_a_norm is None else self._q_a_norm(low).bfloat16()
         q = self._q.product(compressed).view(x.shape[0], spec.num_heads, -1)
-        latent, k_rope = self._kv_a.product(x).split([rank, spec.rope_dim], dim=-1)
         k_rope = self._angles.rotate(k_rope[:, None], positions)[:, 0]
         entries = torch.cat((self._kv_a_norm(latent), k_rope), dim=-1).bfloat16()
         cache[torch.arange(x.shape[0], device=x.device), positions] = entries
@@ -76,7 +79,26 @@ class MlaDecode:
         shares = (_products(queries, seen.transpose(1, 2)) + mask).softmax(dim=-1).bfloat16()
         latents = _products(shares, seen[..., :rank]).transpose(0, 1).bfloat16()
         out = _products(latents, self._values).transpose(0, 1)
-        return self._o.product(out.flatten(1).bfloat16())
+        return self._o.pieces(out.flatten(1).bfloat16())
+
+    def _fused(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
+        """The same in few kernels."""
+        from headwater.gpu.kernels.decode_steps import masked_softmax, mla_inputs, mla_queries
+
+        spec, rank, norm = self._spec, self._spec.kv_lora_rank, self._q_a_norm
+        angles = self._angles.cos, self._angles.sin
+        norms = None if norm is None else norm.weight, self._kv_a_norm.weight
+        pieces = self._inputs.pieces(x)
+        eps = self._kv_a_norm.eps
+        low = mla_inputs(spec, pieces, norms, angles, positions, cache, eps)
+        pieces = self._q.pieces(x if norm is None else low)
+        plain, queries = mla_queries(spec, pieces, angles, positions)
+        queries[..., :rank].transpose(0, 1).copy_(torch.bmm(plain, self._keys))
+        seen = cache[:, :bound]
+        shares = masked_softmax(_products(queries, seen.transpose(1, 2)), positions)
+        latents = torch.bmm(shares, seen[..., :rank]).transpose(0, 1)
+        out = torch.bmm(latents, self._values).transpose(0, 1)
+        return self._o.pieces(out.flatten(1))
 
 
 class GqaDecode:
@@ -111,7 +133,7 @@ class GqaDecode:
         scores = _products(queries, keys.transpose(1, 2)).view(count, -1, mask.shape[-1])
         shares = (scores + mask).softmax(dim=-1).bfloat16()
         out = _products(shares.view(*queries.shape[:2], -1), values)
-        return self._o.product(out.view(count, -1).bfloat16())
+        return self._o.pieces(out.view(count, -1).bfloat16())
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwater.gpu.decode_attention import Angles, GqaDecode, MlaDecode
 from headwater.gpu.mailbox import ExpertWorker, Lane, StoredExperts, add_answer, post
-from headwater.gpu.resident import GatedNetwork, ResidentWeights
+from headwater.gpu.resident import GatedNetwork, Norm, ResidentWeights
 from headwater.model.gate import choose_experts
 from headwater.model.layer_spec import GqaSpec, MoeFfnSpec
 
@@ -234,13 +234,39 @@ class _Layer:
         self, hidden: Tensor, positions: Tensor, cache: Tensor, mask: Tensor, lane: Lane
     ) -> None:
         """hidden, FP32 [T, hidden], += attention, then += experts."""
-        x = self._attention_norm(hidden).bfloat16()
-        hidden += self.attention(x, positions, cache, mask)
-        normal = self._ffn_norm(hidden)
+        _, x = _add_and_norm(hidden, None, self._attention_norm, is_kept=False)
+        pieces = self.attention(x, positions, cache, mask)
+        is_routed = self._routed is not None
+        normal, x = _add_and_norm(hidden, pieces, self._ffn_norm, is_kept=is_routed)
         if self._routed is not None:
-            experts, shares = choose_experts(self._routed, torch.mm(normal, self._gate), self._bias)
+            assert normal is not None
+            logits = torch.mm(normal, self._gate)
+            experts, shares = _choose(self._routed, logits, self._bias)
             post(lane, self._number, normal, experts, shares)
         if self._network is not None:
-            hidden += self._network(normal.bfloat16())
+            hidden += self._network(x)
         if self._routed is not None:
             add_answer(lane, self._number, hidden)
+
+
+def _add_and_norm(
+    hidden: Tensor, pieces: Tensor | None, norm: Norm, *, is_kept: bool
+) -> tuple[Tensor | None, Tensor]:
+    """hidden += the sum of pieces; its norm in FP32, if kept, and in BF16."""
+    if hidden.is_cuda:
+        from headwater.gpu.kernels.decode_steps import add_and_norm
+
+        return add_and_norm(hidden, pieces, norm.weight, norm.eps, is_kept=is_kept)
+    if pieces is not None:
+        hidden += pieces.sum(dim=0)
+    normal = norm(hidden)
+    return normal, normal.bfloat16()
+
+
+def _choose(spec: MoeFfnSpec, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Experts and their weights, [T, k]."""
+    if logits.is_cuda:
+        from headwater.gpu.kernels.decode_steps import choose
+
+        return choose(spec, logits, bias)
+    return choose_experts(spec, logits, bias)

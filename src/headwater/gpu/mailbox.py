@@ -31,7 +31,8 @@ class Lane:
     """Memory that both sides see, for up to `max_tokens` at a time.
 
     `x` and `output` are FP32 [tokens, hidden], `experts` INT32 and `weights` FP32 [tokens, k];
-    `posted` and `done` are tickets, INT64 [1]. `count`, on the device, numbers the tickets.
+    `posted` and `done` are tickets, INT64 [1]. On the device, `count` numbers the tickets and
+    `arrivals` counts the programs that have written their share of the inputs.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Lane:
         self.experts = parts[3].view(torch.int32).view(max_tokens, num_choices)
         self.weights = parts[4].view(torch.float32).view(max_tokens, num_choices)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
     def addresses(self) -> tuple[int, int, int, int, int, int]:
@@ -61,7 +63,7 @@ class Lane:
 
 
 def post(lane: Lane, layer: int, x: Tensor, experts: Tensor, weights: Tensor) -> None:
-    """Asks for `layer` of FP32 x [T, hidden], int64 experts and FP32 weights [T, k]."""
+    """Asks for `layer` of FP32 x [T, hidden], integer experts and FP32 weights [T, k]."""
     if x.is_cuda:
         from headwater.gpu.kernels.handover import post as on_gpu
 

@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from headwater.gpu.dense import DenseWeights
+from headwater.gpu.kernels.experts import FP8_BLOCK
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headwater.model.source import Weights
 
 _SUFFIXES = ("", ".scale", ".zero")
@@ -29,14 +32,30 @@ class ResidentMatrix:
         if not self._is_fp8:
             self._dense = DenseWeights(tensors, 0.0, is_exact=False).matrix(name)
 
+    @classmethod
+    def joined(cls, matrices: Sequence[ResidentMatrix]) -> ResidentMatrix:
+        """One matrix of the rows of several; E4M3 stays so where scale blocks line up."""
+        values = [matrix._values for matrix in matrices]
+        scales = [matrix._scales for matrix in matrices]
+        is_fp8 = all(matrix._is_fp8 for matrix in matrices)
+        if is_fp8 and all(v.shape[0] % FP8_BLOCK == 0 for v in values[:-1]):
+            found = [scale for scale in scales if scale is not None]
+            bytes_of = torch.cat([v.view(torch.uint8) for v in values])
+            return cls({"it": bytes_of.view(values[0].dtype), "it.scale": torch.cat(found)}, "it")
+        return cls({"it": torch.cat([matrix.whole() for matrix in matrices])}, "it")
+
     def product(self, x: Tensor) -> Tensor:
         """x, BF16 [T, K], times the transposed matrix: FP32 [T, N]."""
+        return self.pieces(x).sum(dim=0) if self._is_fp8 else self._dense.product(x)
+
+    def pieces(self, x: Tensor) -> Tensor:
+        """The same as FP32 [pieces, T, N], to be added up by whoever reads it."""
         if not self._is_fp8:
-            return self._dense.product(x)
-        from headwater.gpu.kernels.few_rows import few_rows_product
+            return self._dense.product(x)[None]
+        from headwater.gpu.kernels.few_rows import few_rows_pieces
 
         assert self._scales is not None
-        return few_rows_product(x, self._values, self._scales)
+        return few_rows_pieces(x, self._values, self._scales)
 
     def whole(self) -> Tensor:
         """The matrix in BF16 [N, K]."""
@@ -86,12 +105,12 @@ class Norm:
     """x / rms(x) * weight over the last dimension, FP32."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight
-        self._eps = eps
+        self.weight = weight
+        self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """FP32 [..., N] -> FP32 [..., N]."""
-        return functional.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class GatedNetwork:

@@ -55,6 +55,8 @@ class Shape:
 @contextmanager
 def _workers() -> Iterator[WorkerPool]:
     """A pool on all CPUs but one, and the calling thread on that one: it waits for the GPU."""
+    # Its threads would all sit on the one CPU that is left, and wait for each other there.
+    torch.set_num_threads(1)
     allowed = os.sched_getaffinity(0)
     pool = WorkerPool(max(1, len(allowed) - 1), spin_us=_SPIN_US)
     os.sched_setaffinity(0, allowed - set(pool.cpus) or allowed)

@@ -57,8 +57,11 @@ def _multiply(
     tl.store(partial + target, total, mask=(token < num_tokens)[None, :] & (row < rows)[:, None])
 
 
-def few_rows_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """x, BF16 [T, K] with T up to 64, times the transposed E4M3 [N, K]: FP32 [T, N]."""
+def few_rows_pieces(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    """x, BF16 [T, K] with T up to 64, times the transposed E4M3 [N, K].
+
+    FP32 [pieces, T, N], to be added up by whoever reads it.
+    """
     (num_tokens, columns), rows = x.shape, values.shape[0]
     assert num_tokens <= MAX_TOKENS, "made for few tokens"
     row_blocks, groups = triton.cdiv(rows, _ROWS), triton.cdiv(columns, FP8_BLOCK)
@@ -80,4 +83,4 @@ def few_rows_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
         num_warps=4,
         num_stages=4,
     )
-    return partial.sum(dim=0)
+    return partial

@@ -1,8 +1,8 @@
 """From the GPU to the CPU's experts and back, by flags in mapped memory (Triton).
 
 Owns the order of writes. Inputs are written and made visible to the whole system by each thread
-that wrote them; a later kernel of the same stream then writes the ticket. The answer's ticket is
-awaited by a kernel of one thread; outputs are read by the kernel after it, past all caches.
+that wrote them; the program that comes last then writes the ticket. Every program that wants the
+answer looks for its ticket, and then reads the outputs past all caches.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -30,11 +30,25 @@ def _write_through(value):
     )
 
 
-@triton.jit
-def _export(
-    x, experts, weights, host_x, host_experts, host_weights, width, num_choices,
-    columns: tl.constexpr, choices: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["layer"])
+def _post(
+    x,
+    experts,
+    weights,
+    host_x,
+    host_experts,
+    host_weights,
+    count,
+    arrivals,
+    posted,
+    layer,
+    num_programs,
+    width,
+    num_choices,
+    layer_bits: tl.constexpr,
+    columns: tl.constexpr,
+    choices: tl.constexpr,
+):
     token = tl.program_id(0)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     place = token * width + column
@@ -48,57 +62,60 @@ def _export(
         tl.store(host_experts + slot, chosen, mask=mask)
         tl.store(host_weights + slot, tl.load(weights + slot, mask=mask, other=0.0), mask=mask)
     _write_through(column)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals, 1) == num_programs - 1:
+        tl.store(arrivals, 0)
+        number = tl.load(count) + 1
+        tl.store(count, number)
+        tl.store(posted, (number << layer_bits) | layer)
 
 
-@triton.jit
-def _post(count, posted, layer, layer_bits: tl.constexpr):
-    number = tl.load(count) + 1
-    tl.store(count, number)
-    tl.store(posted, (number << layer_bits) | layer)
-
-
-@triton.jit
-def _await(count, done, layer, layer_bits: tl.constexpr):
+@triton.jit(do_not_specialize=["layer"])
+def _add_answer(
+    hidden, output, count, done, layer, width, layer_bits: tl.constexpr, columns: tl.constexpr
+):
     ticket = (tl.load(count) << layer_bits) | layer
     found = tl.load(done, volatile=True)
     while found != ticket:
         found = tl.load(done, volatile=True)
-
-
-@triton.jit
-def _add(hidden, output, width, columns: tl.constexpr):
+    tl.debug_barrier()
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     place = tl.program_id(0) * width + column
     is_there = column < width
     term = tl.load(output + place, mask=is_there, other=0.0, volatile=True)
-    tl.store(
-        hidden + place, tl.load(hidden + place, mask=is_there, other=0.0) + term, mask=is_there
-    )
+    total = tl.load(hidden + place, mask=is_there, other=0.0) + term
+    tl.store(hidden + place, total, mask=is_there)
 
 
 def post(lane: Lane, layer: int, x: Tensor, experts: Tensor, weights: Tensor) -> None:
-    """Asks for `layer` of FP32 x [T, hidden], int64 experts and FP32 weights [T, k]."""
+    """Asks for `layer` of FP32 x [T, hidden], integer experts and FP32 weights [T, k]."""
     num_tokens, width = x.shape
     grid = (num_tokens, triton.cdiv(width, _COLUMNS))
-    _export[grid](
+    _post[grid](
         x,
         experts,
         weights,
         lane.x,
         lane.experts,
         lane.weights,
+        lane.count,
+        lane.arrivals,
+        lane.posted,
+        layer,
+        grid[0] * grid[1],
         width,
         experts.shape[1],
+        _LAYER_BITS,
         _COLUMNS,
         triton.next_power_of_2(experts.shape[1]),
         num_warps=4,
     )
-    _post[(1,)](lane.count, lane.posted, layer, _LAYER_BITS, num_warps=1)
 
 
 def add_answer(lane: Lane, layer: int, hidden: Tensor) -> None:
     """Waits for `layer`'s answer, and adds it to FP32 hidden [T, hidden]."""
     num_tokens, width = hidden.shape
-    _await[(1,)](lane.count, lane.done, layer, _LAYER_BITS, num_warps=1)
     grid = (num_tokens, triton.cdiv(width, _COLUMNS))
-    _add[grid](hidden, lane.output, width, _COLUMNS, num_warps=4)
+    _add_answer[grid](
+        hidden, lane.output, lane.count, lane.done, layer, width, _LAYER_BITS, _COLUMNS, num_warps=4
+    )
