@@ -58,7 +58,7 @@ class PrefillEngine(Engine, Protocol):
     """Computes prompts into leased blocks."""
 
     async def load(self) -> PrefillLoad:
-        """What computing takes, as the engine has measured it."""
+        """What computing takes, as the engine has measured it; not what it has to do now."""
 
     def prefill(
         self,
@@ -93,7 +93,9 @@ class DecodeEngine(Engine, Protocol):
         """Gives leases back; may be repeated."""
 
     async def load(self) -> DecodeLoad:
-        """What computing takes, as the engine has measured it, and how many may generate."""
+        """What computing takes, as the engine has measured it, and how many may generate; not what
+        it has to do now.
+        """
 
     async def kv_use(self) -> KvUse:
         """How full the pool is at the moment."""

@@ -123,7 +123,7 @@ class GrpcPrefill(Peer):
         """See PrefillEngine."""
         request = prefill_service_pb2.GetPrefillStatusRequest()
         status = await self.control(self._service.GetStatus, request, "telling its status")
-        return PrefillLoad(pass_costs_from_pb(status.costs), status.pending_tokens)
+        return PrefillLoad(pass_costs_from_pb(status.costs))
 
     async def prefill(
         self,
