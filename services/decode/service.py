@@ -74,6 +74,8 @@ async def run(config: Config) -> None:
             lambda: {
                 "headwater.decode.running_requests": engine.num_running,
                 "headwater.decode.waiting_requests": engine.num_waiting,
+                "headwater.decode.batch_limit": engine.batch_limit,
+                "headwater.decode.step_seconds": engine.step_seconds,
                 "headwater.kv.free_blocks": memory.pool.num_free_blocks,
                 "headwater.kv.quarantined_blocks": memory.pool.num_quarantined_blocks,
                 "headwater.kv.leases": memory.pool.num_leases,

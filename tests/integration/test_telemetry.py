@@ -97,6 +97,9 @@ async def test_one_trace_spans_all_processes(
         "gen_ai.server.time_to_first_token",
         "gen_ai.server.request.duration",
         "headwater.generation_tokens",
+        "headwater.slo.finished",
+        "headwater.slo.attained",
+        "headwater.decode.step_seconds",
         "headwater.kv.free_blocks",
         "headwater.prefill.running_requests",
     } <= collector.metric_names

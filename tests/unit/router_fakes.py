@@ -87,6 +87,7 @@ class FakeDecode:
         # Positions in the script at which the engine goes away, once each.
         self.deaths: set[int] = set()
         self.prompt: Sequence[int] = ()
+        self.cached_tokens = 3
         # What generate was called with, each time.
         self.leases: list[Lease] = []
 
@@ -101,7 +102,7 @@ class FakeDecode:
         if self.reserve_errors:
             raise self.reserve_errors.pop(0)
         self.reserved.append((len(token_ids), max_new_tokens))
-        cached_tokens = min(3, len(token_ids) - 1)
+        cached_tokens = min(self.cached_tokens, len(token_ids) - 1)
         return Lease(len(self.reserved), 7, cached_tokens, self.ttl_seconds, handle=None)
 
     async def fork(self, lease: Lease, prompt_tokens: int, deadline: float | None) -> Lease:

@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headwater.config import KvConfig
 from headwater.costs import PassCosts
+from headwater.kv.sizing import plan_layout
+from headwater.model.spec import ModelSpec
 from headwater.services.decode.pace import Pace
 from headwater.services.decode.sequence import Sequence
 from headwater.services.decode.step_model import RoutedExperts, StepBytes, StepModel
+from headwater.weights.loader import load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Listing
+    from pathlib import Path
 
 # 100 dense bytes and one layer of 8 experts of 100 bytes, of which a token uses 2.
 BYTES = StepBytes(100, (RoutedExperts(8, 2, 800),), kv_bytes_per_token=0)
@@ -44,6 +49,24 @@ def test_expected_bytes_grow_with_different_experts() -> None:
     assert BYTES.expected(2, 0) == pytest.approx(100 + 800 * (1 - 0.75**2))
     assert BYTES.expected(1000, 0) == pytest.approx(900)
     assert StepBytes(100, (), 3).expected(7, 5) == 115
+
+
+def test_bytes_of_a_checkpoint(tiny_model: Path, shm_prefix: str) -> None:
+    """Dense weights and experts are all there is, but for the embedding, which is looked up."""
+    spec = ModelSpec.load(tiny_model)
+    store = load_weights(tiny_model, spec.tensors(), shm_prefix=shm_prefix)
+    layout = plan_layout(spec, KvConfig(pool_tokens=64))
+    step = StepBytes.of_model(spec, store.entries.values(), layout)
+    store.close()
+    # 4 experts of 3 matrices of 96 x 64 in BF16, 2 of which a token uses, in 2 layers.
+    assert [(e.num_experts, e.experts_per_token, e.num_bytes) for e in step.experts] == [
+        (4, 2, 4 * 3 * 96 * 64 * 2)
+    ] * 2
+    total = sum(entry.num_bytes for entry in store.entries.values())
+    embedding = 258 * 64 * 2
+    assert step.dense_bytes == total - sum(e.num_bytes for e in step.experts) - embedding
+    # 2 layers of a key and a value for 2 heads of 16, in BF16.
+    assert step.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
 
 
 def test_step_times_are_learnt() -> None:

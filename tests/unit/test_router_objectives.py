@@ -177,3 +177,14 @@ async def test_an_answer_goes_on_where_decode_computed_it(path: PromptPath) -> N
         assert rig.prefill.prompts == []
     expected = 20 if path is PromptPath.PREFILL else 0
     assert [lease.prefilled_tokens for lease in rig.decode.leases] == [expected] * 2
+
+
+async def test_an_answer_that_is_still_cached_is_not_computed_again() -> None:
+    """After the loss of a connection, not of decode: the pool knows prompt and answer."""
+    rig = Rig("an answer of several tokens", recovery_seconds=60.0, forced=PromptPath.PREFILL)
+    rig.decode.deaths = {4}
+    rig.decode.cached_tokens = 22
+    await ask(rig, 20)
+    await rig.core.stop()
+    assert len(rig.prefill.prompts) == 1
+    assert [lease.prefilled_tokens for lease in rig.decode.leases] == [20, 0]
