@@ -37,11 +37,13 @@ class FakeTarget:
         self.under_way = 0
         self.most_under_way = 0
         self.requests: list[LoadRequest] = []
+        self.refused_at: list[float] = []
 
     async def stream(self, request: LoadRequest) -> AsyncGenerator[Piece, None]:
         self.requests.append(request)
         if self.under_way >= self.room:
-            raise QueueFullError("full")
+            self.refused_at.append(asyncio.get_running_loop().time())
+            raise QueueFullError("full", retry_after_ms=20)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:
@@ -120,6 +122,14 @@ async def test_a_closed_loop_keeps_so_many_under_way() -> None:
     run = await run_closed(target, [LoadRequest("x", (1,), 5)] * 20, 3)
     assert (target.most_under_way, len(run.outcomes)) == (3, 20)
     assert all(len(outcome.token_times) == 5 for outcome in run.outcomes)
+
+
+async def test_a_refused_caller_waits_as_long_as_it_is_told() -> None:
+    target = FakeTarget(room=0)
+    run = await run_closed(target, [LoadRequest("x", (1,), 5)] * 4, 1)
+    assert [outcome.error for outcome in run.outcomes] == ["QUEUE_FULL"] * 4
+    waits = [after - before for before, after in itertools.pairwise(target.refused_at)]
+    assert min(waits) >= 0.019
 
 
 async def test_an_open_loop_does_not_wait_for_answers() -> None:

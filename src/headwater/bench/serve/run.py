@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headwater.errors import HeadwaterError
+from headwater.errors import HeadwaterError, ResourceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Outcome:
 
     `sent_at` is when it should have been sent: a sender that is late must not flatter the server.
     `token_times` has an entry per token. `error` is the reason of the error that ended it, such as
-    QUEUE_FULL.
+    QUEUE_FULL; `retry_after_seconds` is when it told the caller to come back.
     """
 
     label: str
@@ -34,6 +34,7 @@ class Outcome:
     cached_tokens: int = 0
     error: str | None = None
     message: str = ""
+    retry_after_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,19 @@ class Run:
 
 
 async def run_closed(target: Target, requests: Sequence[LoadRequest], concurrency: int) -> Run:
-    """Keeps `concurrency` requests under way: each end starts the next one."""
+    """Keeps `concurrency` callers busy: each sends its next request when the last one has ended.
+
+    A caller that is refused waits first, as long as it was told to.
+    """
     started_at = time.perf_counter()
     waiting = iter(requests)
     outcomes: list[Outcome] = []
 
     async def worker() -> None:
         for request in waiting:
-            outcomes.append(await send(target, request, time.perf_counter()))
+            outcome = await send(target, request, time.perf_counter())
+            outcomes.append(outcome)
+            await asyncio.sleep(outcome.retry_after_seconds)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
@@ -84,5 +90,7 @@ async def send(target: Target, request: LoadRequest, sent_at: float) -> Outcome:
                 outcome.cached_tokens = piece.cached_tokens or outcome.cached_tokens
     except HeadwaterError as error:
         outcome.error, outcome.message = error.reason(), str(error)
+        if isinstance(error, ResourceError):
+            outcome.retry_after_seconds = error.retry_after_ms / 1000
     outcome.ended_at = time.perf_counter()
     return outcome
