@@ -137,13 +137,24 @@ class DecodeEngine:
                 self._calibrate()
             is_blocked = False
             while not self._is_stopping:
-                self._receive(is_blocked)
-                self._drop_cancelled()
-                work = self._scheduler.plan()
-                if work:
-                    self._step(work)
-                is_blocked = not work
+                try:
+                    is_blocked = not self._turn(is_blocked)
+                except Exception as failure:
+                    # A thread that is gone would leave a process that says SERVING and is not.
+                    logger.exception("a turn of the decode engine failed")
+                    self._fail_all(
+                        InternalError(f"decode failed by a fault of ours: {failure!r}; see the log")
+                    )
         self._fail_all(UnavailableError("the decode process is stopping; try again"))
+
+    def _turn(self, is_blocked: bool) -> bool:
+        """What came, who left, and a step; False when there was nothing that could run."""
+        self._receive(is_blocked)
+        self._drop_cancelled()
+        work = self._scheduler.plan()
+        if work:
+            self._step(work)
+        return bool(work)
 
     def _receive(self, is_blocked: bool) -> None:
         """Takes new sequences; sleeps while there is nothing to do."""

@@ -103,15 +103,26 @@ class PrefillEngine:
     def _run(self) -> None:
         with torch.inference_mode():
             while not self._is_stopping:
-                self._receive()
-                for job in list(self._scheduler.jobs):
-                    self._end_if_over(job)
-                if shares := self._scheduler.plan():
-                    self._pass(shares)
+                try:
+                    self._turn()
+                except Exception as failure:
+                    # A thread that is gone would leave a process that says SERVING and is not.
+                    logger.exception("a turn of the prefill engine failed")
+                    error = InternalError(f"prefill failed by a fault of ours: {failure!r}")
+                    for job in list(self._scheduler.jobs):
+                        self._end(job, error)
         while not self._inbox.empty():
             self._receive()
         for job in list(self._scheduler.jobs):
             self._end(job, UnavailableError("the prefill process is stopping; try again"))
+
+    def _turn(self) -> None:
+        """What came, who left, and a pass."""
+        self._receive()
+        for job in list(self._scheduler.jobs):
+            self._end_if_over(job)
+        if shares := self._scheduler.plan():
+            self._pass(shares)
 
     def _receive(self) -> None:
         """Takes new jobs; sleeps while there is nothing to do."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from headwater.costs import FadingMean
 from headwater.errors import DeadlineError, KvExhaustedError, QueueFullError, ResourceError
 from headwater.services.router.policy import Queue
 
@@ -21,8 +22,6 @@ _Room = TypeVar("_Room")
 _MIN_RETRY_MS = 100
 _MAX_RETRY_MS = 30_000
 _FIRST_GUESS_SECONDS = 1.0
-# Weight of the newest request in the running mean of how long one holds its place.
-_MEAN_WEIGHT = 0.2
 
 
 class Admission:
@@ -34,8 +33,7 @@ class Admission:
         self._max_wait_seconds = max_wait_seconds
         self._first_in_line = asyncio.Lock()
         self._place_freed = asyncio.Event()
-        self._mean_held_seconds = _FIRST_GUESS_SECONDS
-        self._has_held = False
+        self._held_seconds = FadingMean()
         self._is_pool_full = False
         self.num_running = 0
         self.num_waiting = 0
@@ -43,8 +41,8 @@ class Admission:
     @property
     def queue(self) -> Queue:
         """The line as it is now."""
-        held_seconds = self._mean_held_seconds if self._has_held else 0.0
         is_full = self._is_pool_full or self.num_running >= self.max_running
+        held_seconds = self._held_seconds.value
         return Queue(self.num_running, self.num_waiting, self.max_running, is_full, held_seconds)
 
     @property
@@ -93,9 +91,7 @@ class Admission:
         """Gives the place back after `held_seconds`; None when it was not used."""
         self.num_running -= 1
         if held_seconds is not None:
-            weight = _MEAN_WEIGHT if self._has_held else 1.0
-            self._mean_held_seconds += weight * (held_seconds - self._mean_held_seconds)
-            self._has_held = True
+            self._held_seconds.observe(held_seconds)
         self._place_freed.set()
 
     async def room(self, reserve: Callable[[], Awaitable[_Room]], deadline: float | None) -> _Room:
@@ -135,5 +131,6 @@ class Admission:
 
     def _retry_after_ms(self) -> int:
         """When a place should come free: the time one is held, spread over the places."""
-        estimate = int(1000 * self._mean_held_seconds / self.max_running)
+        held_seconds = self._held_seconds.value or _FIRST_GUESS_SECONDS
+        estimate = int(1000 * held_seconds / self.max_running)
         return min(max(estimate, _MIN_RETRY_MS), _MAX_RETRY_MS)

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import secrets
 from collections import defaultdict
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,13 @@ class RouterCore:
         sampling = _with_seed(self.model.fit(len(prompt), request.sampling))
         preparation = self._preparation(request, prompt, sampling, asked.objective, deadline)
         lease, expectation = await self._admitted(preparation, asked, watch)
+        first_token = ExitStack()
         try:
+            first_token.enter_context(
+                self.outlook.awaiting_first_token(
+                    preparation.num_prompt_tokens - lease.cached_tokens, preparation.max_tokens
+                )
+            )
             async with aclosing(preparation.first(lease, may_extend=request.n == 1)) as steps:
                 async for step in steps:
                     if isinstance(step, float):
@@ -154,10 +160,12 @@ class RouterCore:
                 async for event in events:
                     if is_first:
                         expectation.met(watch.held_seconds())
+                        first_token.close()
                         is_first = False
                     self._count(event, asked)
                     yield event
         finally:
+            first_token.close()
             preparation.close()
             self.admission.leave(watch.held_seconds())
 

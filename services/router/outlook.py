@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from headwater.costs import TwoPartFit
+from headwater.costs import FadingMean, TwoPartFit
 from headwater.services.router.policy import (
     DecodeLoad,
     PrefillLoad,
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
     from headwater.services.router.policy import Queue
 
-# Weight of the newest answer in the running mean of how long one generates.
-_MEAN_WEIGHT = 0.2
 # However wrong a prediction was, the next one is not further off than this from what the engines
 # have measured: one request that met a fault must not decide for all.
 _MAX_CORRECTION = 3.0
 _MAX_OVERHEAD_SECONDS = 0.5
 # Weight of the newest wait, in the logarithm, and the shortest one that counts.
-_WAIT_WEIGHT = 0.1
+_WAIT_WEIGHT = 0.2
 _MIN_WAIT_SECONDS = 0.02
 # As many predictions that came true are credited to the engines' own measurements.
 _TRUST = 3
-# Length of an answer as long as none has ended.
+# Longest answer that is guessed as long as none has ended.
 _GUESSED_TOKENS = 100
+# A prompt that takes longer than this many times what it should is not computed but waits.
+_LATE_IN_ALONE = 2.0
 
 
 class Correction:
@@ -126,7 +126,9 @@ class Outlook:
         self._waits = WaitCorrection()
         self._corrections = {path: Correction() for path in PromptPath}
         self._streams: Counter[float] = Counter()
-        self._stream_seconds = 0.0
+        self._stream_seconds = FadingMean()
+        self._asked_tokens = FadingMean()
+        self._first_tokens: dict[object, float] = {}
         self.num_chosen = dict.fromkeys(PromptPath, 0)
 
     @property
@@ -187,9 +189,26 @@ class Outlook:
             yield
         finally:
             self._streams[tpot_seconds] -= 1
-            seconds = time.monotonic() - began_at
-            weight = _MEAN_WEIGHT if self._stream_seconds else 1.0
-            self._stream_seconds += weight * (seconds - self._stream_seconds)
+            self._stream_seconds.observe(time.monotonic() - began_at)
+
+    @contextlib.contextmanager
+    def awaiting_first_token(self, num_tokens: int, max_tokens: int) -> Iterator[None]:
+        """Notes that a request of so many new prompt tokens has its place, inside the block."""
+        self._asked_tokens.observe(min(max_tokens, _GUESSED_TOKENS))
+        key = object()
+        allowed = _LATE_IN_ALONE * self.alone_seconds(num_tokens)
+        self._first_tokens[key] = time.monotonic() + allowed
+        try:
+            yield
+        finally:
+            del self._first_tokens[key]
+
+    def overdue_seconds(self) -> float:
+        """How long the one that has waited longest for its first token has done nothing else.
+
+        Who comes now will hardly fare better, whatever was predicted.
+        """
+        return max(0.0, time.monotonic() - min(self._first_tokens.values(), default=math.inf))
 
     def ttft_seconds(self, num_tokens: int) -> float:
         """Time to the first token of a request that has its place; zero when nothing is known."""
@@ -202,7 +221,8 @@ class Outlook:
     def raw_wait_seconds(self, queue: Queue, num_tokens: int) -> float:
         """What a new request would wait for others, by what the engines have measured."""
         step_seconds = self._decode.step_seconds
-        stream_seconds = self._stream_seconds or _GUESSED_TOKENS * step_seconds
+        guess = self._asked_tokens.value * step_seconds
+        stream_seconds = self._stream_seconds.value or guess
         # One holds its place in the batch a step longer than tokens come.
         queue = dataclasses.replace(queue, stream_seconds=stream_seconds + step_seconds)
         computing = self.ttft_seconds(num_tokens) - self.alone_seconds(num_tokens)
@@ -210,7 +230,8 @@ class Outlook:
 
     def wait_seconds(self, queue: Queue, num_tokens: int) -> float:
         """The same, as experience corrects it; zero when nobody is there to wait for."""
-        return self._waits.apply(self.raw_wait_seconds(queue, num_tokens))
+        predicted = self._waits.apply(self.raw_wait_seconds(queue, num_tokens))
+        return max(predicted, self.overdue_seconds())
 
     def waited(self, raw_seconds: float, seconds: float) -> None:
         """Notes how long a request has waited that was expected to wait `raw_seconds`."""

@@ -6,6 +6,7 @@ cost others their time.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from headwater.objectives import Objective
     from headwater.services.router.admission import Admission
     from headwater.services.router.outlook import Outlook
+
+logger = logging.getLogger(__name__)
 
 _MIN_RETRY_MS = 100
 _MAX_RETRY_MS = 30_000
@@ -63,6 +66,14 @@ class Shedding:
         limit = limit_seconds(objective.ttft_seconds, alone, self._factor)
         if expected_seconds <= limit:
             return
+        logger.debug(
+            "refused, expected %.3g s: %s, %s, %s, overdue %.3g s",
+            expected_seconds,
+            self._admission.queue,
+            self._outlook.prefill,
+            self._outlook.decode,
+            self._outlook.overdue_seconds(),
+        )
         late_ms = int(1000 * (expected_seconds - limit))
         retry_after_ms = min(max(late_ms, _MIN_RETRY_MS), _MAX_RETRY_MS)
         raise OverloadedError(

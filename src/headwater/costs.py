@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_MEAN_WEIGHT = 0.2
 # What a measurement still counts for after one more.
 _DECAY = 0.9
 # A point may be this many times what was expected; more, such as a moment when the machine did
@@ -22,6 +23,23 @@ _STEP_TO_NEW_SPLIT = 0.3
 # Points whose two sizes nearly keep one ratio say nothing about how the time is split: below this
 # share, as the squared sine of the angle they span, the known split is kept and scaled.
 _MIN_ANGLE = 0.01
+
+
+class FadingMean:
+    """A mean in which the newest value has a fifth of the weight, or all of it if it is the first.
+
+    A value counts for no more than a few times the mean: one that met a fault says little.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def observe(self, value: float) -> None:
+        """Takes a value of at least zero."""
+        if self.value <= 0.0:
+            self.value = value
+        else:
+            self.value += _MEAN_WEIGHT * (min(value, _MAX_JUMP * self.value) - self.value)
 
 
 class TwoPartFit:

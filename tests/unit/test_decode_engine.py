@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from headwater.errors import HeadwaterError, KvExhaustedError, UnavailableError
+from headwater.errors import HeadwaterError, InternalError, KvExhaustedError, UnavailableError
 from headwater.generation import FinishReason, SamplingParams, TokenEvent
 from headwater.kv.hashing import block_hashes
 from headwater.kv.layout import LAYOUT_VERSION, KvKind, KvLayout
@@ -276,6 +276,17 @@ def note(
         emit(event)
 
     return noting
+
+
+def test_a_fault_of_ours_ends_the_requests_and_not_the_engine(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(64)
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.pool, "grow", lambda _: 1 / 0)
+        with pytest.raises(InternalError, match="division by zero"):
+            rig.ask([1], 50).tokens()
+    assert rig.ask([1], 50).tokens() == expected([1], 50)
 
 
 def test_stopping_ends_everybody(make_rig: Callable[..., Rig]) -> None:

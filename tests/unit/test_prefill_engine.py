@@ -274,6 +274,18 @@ def test_a_failure_ends_the_pass_and_not_the_engine(rig: Rig) -> None:
     assert isinstance(rig.ask(PROMPTS[1]).end(), PrefillDone)
 
 
+def test_a_fault_of_ours_ends_the_prompts_and_not_the_engine(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.engine.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.writer, "check", lambda _: 1 / 0)
+        error = rig.ask(PROMPTS[1]).end()
+    assert isinstance(error, InternalError)
+    assert "division by zero" in str(error)
+    assert isinstance(rig.ask(PROMPTS[1]).end(), PrefillDone)
+
+
 def test_two_under_one_lease(rig: Rig) -> None:
     rig.engine.start()
     rig.model.hold()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -169,6 +170,22 @@ def test_what_is_under_way_counts_and_leaves() -> None:
     assert (outlook.decode.num_streams, outlook.decode.tpot_seconds) == (0, math.inf)
     assert outlook.wait_seconds(Queue(0, 0, 9, False), 20) == 0.0
     assert outlook.num_chosen == {PromptPath.PREFILL: 1, PromptPath.EXTEND: 0}
+
+
+def test_one_that_waits_too_long_speaks_for_those_who_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    outlook = Outlook()
+    outlook.told(PrefillLoad(PREFILL, 0))
+    with outlook.awaiting_first_token(1000, 10):
+        now += 3.9
+        # It may take twice the 2 s that its prompt takes.
+        assert outlook.wait_seconds(Queue(1, 0, 9, False), 20) == 0.0
+        now += 5.1
+        assert outlook.wait_seconds(Queue(1, 0, 9, False), 20) == pytest.approx(5.0)
+    assert outlook.wait_seconds(Queue(1, 0, 9, False), 20) == 0.0
 
 
 def test_a_path_may_be_forced() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headwater.costs import CostMeter, PassCosts
+from headwater.costs import CostMeter, FadingMean, PassCosts
 from headwater.token_shares import share_tokens
 
 
@@ -98,6 +98,18 @@ def test_a_hiccup_counts_little_and_a_lasting_change_is_followed() -> None:
     for size in (1, 64) * 20:
         meter.observe(size, 10 * (0.010 + 0.001 * size))
     assert meter.costs.seconds(64) == pytest.approx(0.74, rel=0.05)
+
+
+def test_a_mean_forgets_and_is_not_upset() -> None:
+    mean = FadingMean()
+    assert mean.value == 0.0
+    mean.observe(10.0)
+    assert mean.value == 10.0
+    mean.observe(1000.0)
+    assert mean.value == pytest.approx(14.0)
+    for _ in range(40):
+        mean.observe(1.0)
+    assert mean.value == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.mark.parametrize("slope", [-0.001, 0.001])
