@@ -12,7 +12,8 @@ _OPTIONS = (
     # Whoever listens to a long answer sends nothing himself.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name the least time for an attempt to connect; a busy machine takes a while.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", 16 * 1024 * 1024),
     # Peers on this node are never behind a proxy, whatever the environment says.
