@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # However wrong a prediction was, the next one is not further off than this from what the engines
 # have measured: one request that met a fault must not decide for all.
-_MAX_CORRECTION = 3.0
+_MAX_CORRECTION = 2.0
 _MAX_OVERHEAD_SECONDS = 0.5
 # Weight of the newest wait, in the logarithm, and the shortest one that counts.
 _WAIT_WEIGHT = 0.2

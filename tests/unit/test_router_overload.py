@@ -40,7 +40,7 @@ NUM_TOKENS = 5
 BATCH = 2  # two answers of 0.1 s each at a time: 20 per second, which is what limits
 CAPACITY = 20.0
 TTFT_SECONDS = 0.5
-DURATION_SECONDS = 10.0
+DURATION_SECONDS = 6.0
 
 
 class JumpingClock(selectors.DefaultSelector):
@@ -57,8 +57,9 @@ class JumpingClock(selectors.DefaultSelector):
 
 
 class TimedPrefill(FakePrefill):
-    def __init__(self) -> None:
+    def __init__(self, slowness: float) -> None:
         super().__init__()
+        self._token_seconds = slowness * TOKEN_SECONDS
         self._one = asyncio.Lock()
 
     async def prefill(
@@ -70,13 +71,14 @@ class TimedPrefill(FakePrefill):
         deadline: float | None,
     ) -> AsyncGenerator[float, None]:
         async with self._one:
-            await asyncio.sleep(TOKEN_SECONDS * (len(token_ids) - lease.cached_tokens))
+            await asyncio.sleep(self._token_seconds * (len(token_ids) - lease.cached_tokens))
         yield 1.0
 
 
 class TimedDecode(FakeDecode):
-    def __init__(self) -> None:
+    def __init__(self, slowness: float) -> None:
         super().__init__()
+        self._step_seconds = slowness * STEP_SECONDS
         self._places = asyncio.Semaphore(BATCH)
 
     async def generate(
@@ -92,22 +94,25 @@ class TimedDecode(FakeDecode):
     ) -> AsyncGenerator[TokenEvent, None]:
         async with self._places:
             for position in range(NUM_TOKENS):
-                await asyncio.sleep(STEP_SECONDS)
+                await asyncio.sleep(self._step_seconds)
                 is_last = position == NUM_TOKENS - 1
                 yield TokenEvent((Token(5),), FinishReason.LENGTH if is_last else None)
 
 
 class Load:
-    """A core on timed engines, and what became of the requests to it."""
+    """A core on timed engines, and what became of the requests to it.
 
-    def __init__(self, max_running: int) -> None:
+    The engines take `slowness` times as long as they say.
+    """
+
+    def __init__(self, max_running: int, slowness: float) -> None:
         outlook = Outlook()
         outlook.told(PrefillLoad(PassCosts(1e-6, TOKEN_SECONDS, 9, 64)))
         outlook.told(DecodeLoad(STEP_SECONDS, PassCosts(10.0, 1.0, 9, 64), batch_limit=BATCH))
         self.core = RouterCore(
             model=ServedModel.load(MODEL_DIR, "tiny"),
-            prefill=TimedPrefill(),
-            decode=TimedDecode(),
+            prefill=TimedPrefill(slowness),
+            decode=TimedDecode(slowness),
             objectives=Objectives(f"interactive={TTFT_SECONDS}/1", "interactive"),
             outlook=outlook,
             max_running=max_running,
@@ -149,30 +154,41 @@ class Load:
         return good
 
 
-async def compare(max_running: int) -> tuple[float, Load, float, Load]:
+async def compare(max_running: int, slowness: float) -> tuple[float, Load, float, Load]:
     """Goodput at the capacity and at ten times of it."""
-    peak, overload = Load(max_running), Load(max_running)
-    peak_goodput = await peak.run(CAPACITY, DURATION_SECONDS)
-    return peak_goodput, peak, await overload.run(10 * CAPACITY, DURATION_SECONDS), overload
+    peak, overload = Load(max_running, slowness), Load(max_running, slowness)
+    capacity = CAPACITY / slowness
+    peak_goodput = await peak.run(capacity, DURATION_SECONDS)
+    return peak_goodput, peak, await overload.run(10 * capacity, DURATION_SECONDS), overload
 
 
-@pytest.mark.parametrize("max_running", [64, BATCH + 1])
+@pytest.mark.parametrize(
+    ("max_running", "slowness"),
+    [
+        # Requests wait in decode, for a place in the batch.
+        (64, 1.0),
+        # They wait in the router.
+        (BATCH + 1, 1.0),
+        # What the engines have measured is far from what they do now.
+        (64, 3.0),
+        (64, 0.3),
+    ],
+)
 def test_goodput_at_ten_times_the_capacity(
-    monkeypatch: pytest.MonkeyPatch, max_running: int
+    monkeypatch: pytest.MonkeyPatch, max_running: int, slowness: float
 ) -> None:
-    """Where requests wait in decode for a place in the batch, and where they do in the router."""
     print(f"seed {SEED}")
     clock = JumpingClock()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(clock)) as runner:
-        peak_goodput, peak, goodput, overload = runner.run(compare(max_running))
+        peak_goodput, peak, goodput, overload = runner.run(compare(max_running, slowness))
     print(f"peak {peak_goodput:.1f}/s {peak.outcomes}, overload {goodput:.1f}/s")
     print(f"{overload.outcomes}, at most {overload.longest_line} in the router")
     assert goodput >= 0.9 * peak_goodput
-    assert goodput >= 0.9 * CAPACITY
+    assert goodput >= 0.85 * CAPACITY / slowness
     # A line as long as the objective allows, whatever arrives.
-    assert overload.longest_line <= TTFT_SECONDS * CAPACITY + BATCH
-    assert overload.outcomes["late"] <= 0.02 * overload.outcomes["good"]
+    assert overload.longest_line <= TTFT_SECONDS * CAPACITY / slowness + 2 * BATCH
+    assert overload.outcomes["late"] <= 0.1 * overload.outcomes["good"]
     assert overload.outcomes["refused"] >= 0.8 * sum(overload.outcomes.values())
     assert min(overload.retry_after_ms) >= 100
     [attainment] = overload.core.objectives.all

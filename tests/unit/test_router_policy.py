@@ -146,7 +146,7 @@ def test_predictions_follow_what_happens() -> None:
 def test_one_disaster_does_not_decide_for_ever() -> None:
     correction = Correction()
     correction.observe(0.01, 600.0)
-    assert correction.apply(1.0) <= 3.5
+    assert correction.apply(1.0) <= 2.5
     for _ in range(200):
         correction.forget(0.01)
     assert correction.apply(0.01) == pytest.approx(0.01, rel=0.1)
