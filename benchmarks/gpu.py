@@ -40,6 +40,22 @@ def slp(arguments: argparse.Namespace) -> None:
     show_all(rows, arguments.json)
 
 
+def dslp(arguments: argparse.Namespace) -> None:
+    """Stream-loading prefill over several GPUs, against one of them."""
+    from headwater.bench.gpu.dslp import bench_dslp
+
+    rows = bench_dslp(
+        arguments.shape,
+        sorted(arguments.tokens),
+        sorted(arguments.together),
+        ranks=arguments.ranks,
+        distinct=arguments.distinct,
+        vram_gib=arguments.vram,
+        quantize_from=arguments.quantize_from,
+    )
+    show_all(rows, arguments.json)
+
+
 def products(arguments: argparse.Namespace) -> None:
     """The grouped products, for a choice of tiles."""
     import torch
@@ -66,12 +82,11 @@ def dual(arguments: argparse.Namespace) -> None:
     """Two micro-batches against one, over shapes whose CPU part is large, middling and small."""
     from headwater.bench.gpu.hybrid import Shape, bench_dual
 
-    sizes: tuple[tuple[int | None, int | None], ...] = ((None, None), (2, 512), (1, 256))
-    cases = [
-        (Shape(arguments.shape, arguments.layers, 2, choices, width), rows, context)
-        for choices, width in sizes
-        for rows, context in ((2, 1024), (8, 4096), (8, 16384))
-    ]
+    cases: dict[Shape, tuple[tuple[int, int], ...]] = {
+        Shape(arguments.shape, arguments.layers, 2, 1, 256): ((8, 4096), (8, 16384), (4, 16384)),
+        Shape(arguments.shape, arguments.layers, 2, 2, 512): ((8, 16384), (2, 1024)),
+        Shape(arguments.shape, arguments.layers, 2): ((2, 1024), (8, 16384)),
+    }
     show_all(bench_dual(cases), arguments.json)
 
 
@@ -84,6 +99,16 @@ command.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384
 command.add_argument("--vram", type=float, default=32.0, help="GiB of device memory to use")
 command.add_argument("--distinct", type=int, default=7, help="routed layers that differ")
 command.add_argument("--experts", type=int, help="another number of experts per layer")
+command.add_argument("--quantize-from", type=int, default=1 << 15)
+command.add_argument("--json")
+command = commands.add_parser("dslp", help=dslp.__doc__)
+command.set_defaults(run=dslp)
+command.add_argument("--shape", default="deepseek-v3")
+command.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
+command.add_argument("--together", type=int, nargs="+", default=[8192, 32768, 65536])
+command.add_argument("--ranks", type=int, default=2)
+command.add_argument("--vram", type=float, default=32.0, help="GiB of device memory to use")
+command.add_argument("--distinct", type=int, default=7, help="routed layers that differ")
 command.add_argument("--quantize-from", type=int, default=1 << 15)
 command.add_argument("--json")
 command = commands.add_parser("products", help=products.__doc__)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headwater.gpu.precision import rounded
 from headwater.model.expand import rows_of
 
 # FP32 elements while a weight is expanded: whole blocks of rows of every format.
@@ -88,7 +89,7 @@ def add_gated_network(
     gate, up, down = (weights.matrix(f"{name}.{part}") for part in ("gate", "up", "down"))
     for first in range(0, x.shape[0], slice_tokens):
         rows = x[first : first + slice_tokens]
-        activated = functional.silu(gate.product(rows)).mul_(up.product(rows)).bfloat16()
+        activated = rounded(functional.silu(gate.product(rows)).mul_(up.product(rows)))
         target[first : first + slice_tokens] += down.product(activated)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from headwater.gpu.portion import Portion
     from headwater.kv.pages import KvPages
-    from headwater.model.batch import Batch
 
 
 class KvExport:
@@ -41,14 +41,14 @@ class KvExport:
         # Its memory may be given to others only when this queue is done with it, too.
         entries.record_stream(self._stream)
 
-    def finish(self, layer: int, batch: Batch, pages: KvPages) -> None:
-        """Waits for the entries and writes them to their places."""
+    def finish(self, layer: int, portion: Portion, pages: KvPages) -> None:
+        """Waits for the entries, those of the portion's rows, and writes them to their places."""
         assert self._entries is not None, "nothing was begun"
         if self._done is not None:
             self._done.synchronize()
         entries, self._entries = self._entries, None
         target = pages.layers[layer]
         if entries.dim() == 2:
-            target[batch.blocks, batch.offsets] = entries
+            target[portion.blocks, portion.offsets] = entries
         else:
-            target[batch.blocks, :, batch.offsets] = entries
+            target[portion.blocks, :, portion.offsets] = entries

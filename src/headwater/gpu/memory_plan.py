@@ -57,7 +57,12 @@ def fixed_bytes(spec: ModelSpec) -> int:
 
 
 def plan_memory(
-    spec: ModelSpec, layout: ModelLayout, available_bytes: int, wanted_tokens: int
+    spec: ModelSpec,
+    layout: ModelLayout,
+    available_bytes: int,
+    wanted_tokens: int,
+    *,
+    world_size: int = 1,
 ) -> MemoryPlan:
     """Shares out `available_bytes` of device memory.
 
@@ -70,6 +75,9 @@ def plan_memory(
     expert_items, expert_bytes = layout.ring_sizes(1)
     per_layer = max(len(layer.groups) for layer in layout.layers)
     per_token = token_bytes(spec)
+    if world_size > 1:
+        # Partial sums of all rows, what is sent and received of them, and everybody's rows.
+        per_token += (4 + 4 + 4 + 2 + 2) * spec.hidden_size
     dense_slots = min(dense_items, _LEAST_SLOTS)
     expert_slots = min(expert_items, _LEAST_SLOTS)
     least = fixed_bytes(spec) + dense_slots * dense_bytes + expert_slots * expert_bytes

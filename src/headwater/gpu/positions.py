@@ -1,4 +1,4 @@
-"""Where a batch's tokens stand, as rotary angles on the device; made once per batch."""
+"""Where tokens stand, as rotary angles on the device; made once per batch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from headwater.model.rope import RotaryTable, rope_frequencies
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headwater.model.batch import Batch
     from headwater.model.layer_spec import RopeSpec
 
 
 class Positions:
-    """The angles of one batch, per kind of rotary embedding."""
+    """The angles of int64 `positions` [n], per kind of rotary embedding."""
 
     def __init__(
-        self, batch: Batch, tables: dict[RopeSpec, RotaryTable], device: torch.device
+        self, positions: Tensor, tables: dict[RopeSpec, RotaryTable], device: torch.device
     ) -> None:
-        self.batch = batch
-        self._positions = batch.positions.to(device).float()
+        self._positions = positions.to(device).float()
         self._tables = tables
         self._angles: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
 
@@ -33,7 +31,7 @@ class Positions:
         return self._tables[spec]
 
     def angles(self, spec: RopeSpec) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, FP32 [T, 1, dim / 2]; see RotaryTable.rows."""
+        """Cosines and sines, FP32 [n, 1, dim / 2]; see RotaryTable.rows."""
         if spec not in self._angles:
             frequencies = rope_frequencies(spec).to(self._positions.device)
             angles = self._positions[:, None, None] * frequencies

@@ -6,18 +6,18 @@ headwater.model.interface.Model; hidden states stay on the device between layers
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headwater.errors import ResourceError
-from headwater.gpu.attention import add_attention, normalised
+from headwater.gpu.attention import Context, add_attention, normalised
 from headwater.gpu.dense import DenseWeights, add_gated_network
 from headwater.gpu.kv_export import KvExport
 from headwater.gpu.layout import DENSE_RING, EXPERT_RING, ModelLayout, expert_range, view_parts
 from headwater.gpu.memory_plan import SLICE_TOKENS, MemoryPlan
+from headwater.gpu.portion import Portion, portion_of
 from headwater.gpu.positions import Positions
 from headwater.gpu.ring import Ring
 from headwater.gpu.routed_experts import add_routed_experts
@@ -27,6 +27,8 @@ from headwater.gpu.streams import Queues
 from headwater.model.layer_spec import MoeFfnSpec
 
 if TYPE_CHECKING:
+    from headwater.gpu.exchange import Exchange
+    from headwater.gpu.layout import LayerLayout
     from headwater.gpu.streamer import HostRanges
     from headwater.kv.pages import KvPages
     from headwater.model.batch import Batch
@@ -36,19 +38,16 @@ if TYPE_CHECKING:
     from headwater.model.spec import ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which experts this process streams: those of `rank` of `world_size`."""
-
-    rank: int = 0
-    world_size: int = 1
-
-
 class StreamedModel:
     """A decoder-only model over `weights` on the host; `layout` and `plan` say what goes where.
 
     Sweeps of `quantize_from` tokens or more round activations that meet FP8 experts to E4M3, which
     is faster; shorter ones, bound by the link, gain nothing from that and keep BF16.
+
+    With an `exchange` it is one of several ranks that compute every prompt together, each a stripe
+    of its tokens and a run of every layer's experts, which `layout` must have been made for. All
+    ranks are called alike; before the first layer and after the last one hidden states are whole,
+    in between each rank has those of its own rows.
 
     Raises ResourceError when the device has no room for the rings. One thread at a time may call.
     """
@@ -63,7 +62,7 @@ class StreamedModel:
         *,
         ranges: HostRanges | None = None,
         quantize_from: int = 0,
-        share: Share | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.spec = spec
         self.device = queues.device
@@ -71,7 +70,7 @@ class StreamedModel:
         self._weights = weights
         self._layout = layout
         self._quantize_from = quantize_from
-        self._share = share or Share()
+        self._exchange = exchange
         rings = []
         for ring, slots in ((DENSE_RING, plan.dense_slots), (EXPERT_RING, plan.expert_slots)):
             num_items, slot_bytes = layout.ring_sizes(ring)
@@ -79,6 +78,7 @@ class StreamedModel:
         self.streamer = Streamer(layout.items, rings, queues, ranges)
         self._export = KvExport(self.device)
         self._tables: dict[RopeSpec, RotaryTable] = {}
+        self._portion: Portion | None = None
         self._positions: Positions | None = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -94,36 +94,41 @@ class StreamedModel:
 
         Before the last layer the device may still compute when this returns.
 
-        Raises ResourceError when the device's memory does not do, which harms this sweep alone.
+        Raises ResourceError when the device's memory does not do, which harms this sweep alone,
+        and UnavailableError when another rank is gone.
         """
         try:
-            self._compute_layer(index, hidden, batch, pages)
+            return self._compute_layer(index, hidden, batch, pages)
         except torch.OutOfMemoryError as error:
             raise ResourceError(
-                f"{self.device}: out of memory in a sweep of {len(hidden)} tokens; lower "
+                f"{self.device}: out of memory in a sweep of {len(batch.token_ids)} tokens; lower "
                 "gpu.sweep_tokens or gpu.vram_gib, or free the device's memory"
             ) from error
-        if index == self.spec.num_layers - 1:
-            self.streamer.queues.mark_computed().synchronize()
-        return hidden
 
-    def _compute_layer(self, index: int, hidden: Tensor, batch: Batch, pages: KvPages) -> None:
+    def _compute_layer(self, index: int, hidden: Tensor, batch: Batch, pages: KvPages) -> Tensor:
         spec, layer = self.spec.layers[index], self._layout.layers[index]
+        portion, positions = self._portion_of(batch)
+        exchange = self._exchange
+        if exchange is not None and index == 0:
+            hidden = hidden[portion.rows_by_rank[exchange.rank].to(self.device)]
+        is_quantized = len(batch.token_ids) >= self._quantize_from
         parts = self.streamer.take(layer.dense_key)
         weights = DenseWeights(
-            view_parts(parts, layer.dense_views),
-            self.spec.norm_eps,
-            is_exact=not self._is_quantized(hidden),
+            view_parts(parts, layer.dense_views), self.spec.norm_eps, is_exact=not is_quantized
         )
-        positions = self._positions_of(batch)
-        add_attention(spec.attention, index, hidden, weights, batch, positions, pages, self._export)
+        context = Context(index, portion, positions, pages, self._export, self._gathered)
+        add_attention(spec.attention, hidden, weights, context)
         if isinstance(spec.ffn, MoeFfnSpec):
-            self._add_routed(index, spec.ffn, hidden, weights)
+            self._add_routed(layer, spec.ffn, hidden, weights, is_quantized=is_quantized)
         else:
             x = normalised(hidden, weights, "ffn_norm")
             add_gated_network(hidden, x, weights, "ffn", SLICE_TOKENS)
             self.streamer.release()
-        self._export.finish(index, batch, pages)
+        self._export.finish(index, portion, pages)
+        if index == self.spec.num_layers - 1:
+            hidden = self._gathered(hidden)
+            self.streamer.queues.mark_computed().synchronize()
+        return hidden
 
     def forward(self, batch: Batch, pages: KvPages) -> Tensor:
         """All layers over the batch's tokens: hidden states before the final norm, [T, hidden]."""
@@ -145,22 +150,43 @@ class StreamedModel:
         return head.matrix(name).product(head.norm("final_norm", hidden).bfloat16())
 
     def _add_routed(
-        self, index: int, spec: MoeFfnSpec, hidden: Tensor, weights: DenseWeights
+        self,
+        layer: LayerLayout,
+        spec: MoeFfnSpec,
+        hidden: Tensor,
+        weights: DenseWeights,
+        *,
+        is_quantized: bool,
     ) -> None:
-        layer = self._layout.layers[index]
         x, experts, shares = gate(spec, hidden, weights)
         if spec.shared_intermediate_size:
             add_gated_network(hidden, x, weights, "shared", SLICE_TOKENS)
         self.streamer.release()
-        owned = expert_range(spec.num_experts, self._share.rank, self._share.world_size)
+        exchange, target = self._exchange, hidden
+        if exchange is not None:
+            # Unsorted, and with the gate's choice, which is small beside them.
+            x, experts, shares = map(self._gathered, (x, experts, shares))
+            target = torch.zeros(x.shape, device=self.device)
+        rank, world_size = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
+        owned = expert_range(spec.num_experts, rank, world_size)
         routing = route(experts, shares, owned, [group.count for group in layer.groups])
-        is_quantized = self._is_quantized(hidden)
-        add_routed_experts(hidden, x, layer, routing, self.streamer, is_quantized=is_quantized)
+        add_routed_experts(target, x, layer, routing, self.streamer, is_quantized=is_quantized)
+        if exchange is not None:
+            assert self._portion is not None
+            hidden += exchange.reduce(target, self._portion)
 
-    def _is_quantized(self, hidden: Tensor) -> bool:
-        return hidden.shape[0] >= self._quantize_from
+    def _gathered(self, mine: Tensor) -> Tensor:
+        """Rows of all ranks, in the batch's order, of this rank's."""
+        if self._exchange is None:
+            return mine
+        assert self._portion is not None
+        return self._exchange.gather(mine, self._portion)
 
-    def _positions_of(self, batch: Batch) -> Positions:
-        if self._positions is None or self._positions.batch is not batch:
-            self._positions = Positions(batch, self._tables, self.device)
-        return self._positions
+    def _portion_of(self, batch: Batch) -> tuple[Portion, Positions]:
+        """This rank's rows of the batch, and where they stand; made at its first layer."""
+        if self._portion is None or self._positions is None or self._portion.batch is not batch:
+            exchange = self._exchange
+            ranks = () if exchange is None else (exchange.rank, exchange.world_size)
+            self._portion = portion_of(batch, *ranks)
+            self._positions = Positions(self._portion.positions, self._tables, self.device)
+        return self._portion, self._positions

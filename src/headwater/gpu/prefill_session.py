@@ -21,6 +21,7 @@ from headwater.model.layer_spec import MoeFfnSpec
 
 if TYPE_CHECKING:
     from headwater.gpu.device import Gpu
+    from headwater.gpu.exchange import Exchange
     from headwater.model.source import Weights
     from headwater.model.spec import ModelSpec
 
@@ -35,7 +36,8 @@ class PrefillSession:
     """A StreamedModel on `gpu` over weights in a mapped segment, which it keeps registered.
 
     Raises ResourceError when the device's memory does not do. Rings are allocated here, never
-    later; host memory is registered in the background, in the order of use.
+    later; host memory is registered in the background, in the order of use. With an `exchange` it
+    is one of several ranks: see StreamedModel.
     """
 
     def __init__(
@@ -46,9 +48,13 @@ class PrefillSession:
         *,
         wanted_tokens: int,
         quantize_from: int = QUANTIZE_FROM,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.layout = layout = lay_out(spec, weights)
-        self.plan = plan_memory(spec, layout, gpu.available_bytes, wanted_tokens)
+        rank, world_size = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
+        self.layout = layout = lay_out(spec, weights, rank=rank, world_size=world_size)
+        self.plan = plan_memory(
+            spec, layout, gpu.available_bytes, wanted_tokens, world_size=world_size
+        )
         torch.cuda.set_device(gpu.device)
         self.ranges = RegisteredRanges(layout.ranges)
         self.model = StreamedModel(
@@ -59,6 +65,7 @@ class PrefillSession:
             queues_on(gpu.device),
             ranges=self.ranges,
             quantize_from=quantize_from if gpu.has_fp8 else 2**62,
+            exchange=exchange,
         )
         choices = {la.ffn.experts_per_token for la in spec.layers if isinstance(la.ffn, MoeFfnSpec)}
         for count in choices:

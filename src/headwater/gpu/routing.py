@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headwater.gpu import precision
 from headwater.gpu.kernels.experts import Piece, Tiles, cut_into_tiles
 from headwater.gpu.kernels.table import tile_rows
 from headwater.gpu.memory_plan import MAX_ROWS, SLICE_TOKENS
@@ -50,7 +51,7 @@ def gate(spec: MoeFfnSpec, hidden: Tensor, weights: DenseWeights) -> tuple[Tenso
     matrix = weights.floats("gate")
     bias = weights.floats("gate.bias") if spec.gate == "sigmoid_bias_group" else None
     num_tokens, choices = hidden.shape[0], spec.experts_per_token
-    x = torch.empty(hidden.shape, dtype=torch.bfloat16, device=hidden.device)
+    x = torch.empty(hidden.shape, dtype=precision.ROUNDED, device=hidden.device)
     experts = torch.empty(num_tokens, choices, dtype=torch.int64, device=hidden.device)
     shares = torch.empty(num_tokens, choices, device=hidden.device)
     for first in range(0, num_tokens, SLICE_TOKENS):

@@ -31,8 +31,11 @@ _Choice = tuple[SDPBackend, bool]
 def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """FP16 [n, heads, d], [m, heads, d], [m, heads, v] -> [n, heads, v].
 
-    The last query sees all m keys, the one before all but one, and so on.
+    The last query sees all m keys, the one before all but one, and so on. A CPU computes in FP32,
+    so that how queries are cut changes nothing but the last bits of a sum.
     """
+    if not queries.is_cuda:
+        queries, keys, values = queries.float(), keys.float(), values.float()
     num_queries, num_keys = queries.shape[0], keys.shape[0]
     q, k, v = (t.transpose(0, 1)[None] for t in (queries, keys, values))
     if num_queries == 1:

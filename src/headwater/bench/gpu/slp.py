@@ -66,13 +66,13 @@ def bench_slp(
     session.ranges.wait(session.ranges.num_ranges - 1)
     registered = session.ranges.registered_bytes
     say(f"registered {registered / 1e9:.1f} GB in {session.ranges.seconds:.1f} s")
-    sources = [weights.tensor(_experts_name(spec)).view(-1).view(torch.uint8)]
+    sources = [experts_of(spec, weights)]
     say(f"link: {link_gb_per_s(sources, gpu.device):.2f} GB/s; plan: {session.plan}")
-    pages = _pages(spec, max(lengths))
+    pages = pages_for(spec, max(lengths))
     with torch.inference_mode():
         for length in lengths:
             link = link_gb_per_s(sources, gpu.device)
-            yield _row(session, spec, pages, length, link, quantize_from)
+            yield sweep_row(session, spec, pages, length, link, quantize_from)
     yield {
         "what": "run",
         "link_gb_per_s_after": link_gb_per_s(sources, gpu.device),
@@ -85,7 +85,7 @@ def bench_slp(
     session.close()
 
 
-def _row(
+def sweep_row(
     session: PrefillSession,
     spec: ModelSpec,
     pages: KvPages,
@@ -93,8 +93,9 @@ def _row(
     link: float,
     quantize_from: int,
 ) -> dict[str, Any]:
+    """A whole sweep of a prompt of `length` tokens, and the floors under it."""
     model = session.model
-    batch = _batch(spec, length)
+    batch = batch_of(spec, length)
     floor = compute_floor(model, session.layout, spec, batch, pages)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = model.streamer.copied_bytes
@@ -170,13 +171,15 @@ def compute_floor(
     return total
 
 
-def _batch(spec: ModelSpec, length: int) -> Batch:
+def batch_of(spec: ModelSpec, length: int) -> Batch:
+    """One prompt of random tokens."""
     tokens = torch.randint(spec.vocab_size, (length,), generator=torch.Generator().manual_seed(2))
     blocks = range(-(-length // BLOCK_TOKENS))
     return Batch.build([SequenceChunk(tokens.tolist(), 0, blocks)], BLOCK_TOKENS)
 
 
-def _pages(spec: ModelSpec, length: int) -> KvPages:
+def pages_for(spec: ModelSpec, length: int) -> KvPages:
+    """Pages that hold it."""
     return KvPages.allocate(
         KvLayout(
             kind=spec.kv.kind,
@@ -191,10 +194,10 @@ def _pages(spec: ModelSpec, length: int) -> KvPages:
     )
 
 
-def _experts_name(spec: ModelSpec) -> str:
-    """The largest tensor of the first routed layer."""
+def experts_of(spec: ModelSpec, weights: RandomModel) -> Tensor:
+    """The largest tensor of the first routed layer, as bytes."""
     index = [isinstance(layer.ffn, MoeFfnSpec) for layer in spec.layers].index(True)
-    return f"layers.{index}.experts.gate_up"
+    return weights.tensor(f"layers.{index}.experts.gate_up").view(-1).view(torch.uint8)
 
 
 def _trials(spec: ModelSpec, device: torch.device) -> dict[str, float]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from headwater.errors import ConfigError
+from headwater.gpu import precision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,7 +132,7 @@ def empty_activations(
 ) -> Rows:
     """Room for what comes between gate_up and down."""
     shards, size = stack.gate_up.num_shards, stack.gate_up.rows
-    dtype = torch.float8_e4m3fn if is_quantized else torch.bfloat16
+    dtype = torch.float8_e4m3fn if is_quantized else precision.ROUNDED
     values = torch.empty(num_rows, shards * size, dtype=dtype, device=device)
     if not is_quantized:
         return Rows(values)
