@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING
 
 from headwater.costs import FadingMean, TwoPartFit
@@ -41,6 +41,9 @@ _MIN_WAIT_SECONDS = 0.02
 _TRUST = 3
 # Longest answer that is guessed as long as none has ended.
 _GUESSED_TOKENS = 100
+# Of so many of decode's batch limits the highest counts: they vary with each measured step, and to
+# refuse a request for a moment's hiccup would be worse than to let it in.
+_NUM_LIMITS = 10
 # A prompt that takes longer than this many times what it should is not computed but waits.
 _LATE_IN_ALONE = 2.0
 
@@ -123,6 +126,7 @@ class Outlook:
         self._prefill = PrefillLoad()
         self._decode = DecodeLoad()
         self._pending: dict[PromptPath, set[Pending]] = {path: set() for path in PromptPath}
+        self._batch_limits: deque[int] = deque(maxlen=_NUM_LIMITS)
         self._waits = WaitCorrection()
         self._corrections = {path: Correction() for path in PromptPath}
         self._streams: Counter[float] = Counter()
@@ -152,7 +156,9 @@ class Outlook:
         if isinstance(engine, PrefillLoad):
             self._prefill = engine
         else:
-            self._decode = engine
+            self._batch_limits.append(engine.batch_limit)
+            limit = max(self._batch_limits)
+            self._decode = dataclasses.replace(engine, batch_limit=limit)
 
     def choose(self, num_tokens: int) -> PromptPath:
         """Who is to compute a prompt of which `num_tokens` are not in the cache."""

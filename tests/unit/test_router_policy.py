@@ -172,6 +172,16 @@ def test_what_is_under_way_counts_and_leaves() -> None:
     assert outlook.num_chosen == {PromptPath.PREFILL: 1, PromptPath.EXTEND: 0}
 
 
+def test_a_moment_of_slowness_does_not_shrink_the_batch() -> None:
+    outlook = Outlook()
+    outlook.told(DecodeLoad(0.1, EXTEND, batch_limit=16))
+    outlook.told(DecodeLoad(0.1, EXTEND, batch_limit=2))
+    assert outlook.decode.batch_limit == 16
+    for _ in range(10):
+        outlook.told(DecodeLoad(0.1, EXTEND, batch_limit=2))
+    assert outlook.decode.batch_limit == 2
+
+
 def test_one_that_waits_too_long_speaks_for_those_who_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
