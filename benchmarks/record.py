@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# Before any measurement binds the caller to one of them.
+_CORES = len(os.sched_getaffinity(0))
 
 
 def write_result(path: str | None, figures: object) -> None:
@@ -42,8 +44,7 @@ def _machine() -> dict[str, object]:
         platform.machine(),
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    cores = len(os.sched_getaffinity(0))
-    return {"cpu": cpu, "cores": cores, "memory_gib": round(memory, 1)}
+    return {"cpu": cpu, "cores": _CORES, "memory_gib": round(memory, 1)}
 
 
 def _commit() -> str:

@@ -1,7 +1,10 @@
 """Causal softmax attention of one sequence by torch's fused kernels.
 
 Owns which of them is used: the fastest by a short trial on this device, once per shape of heads.
-Values narrower than keys, as MLA has them, are padded for kernels that cannot have that.
+Values narrower than keys, as MLA has them, are padded for kernels that cannot have that. Where
+there are more keys than queries, the keys before the first query are attended to by all queries,
+the others causally, and the two results are weighted by their sums of exponentials; a trial
+compares that with torch's own way, and drops what is not the same.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import functools
 import logging
 import time
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,15 +21,21 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 logger = logging.getLogger(__name__)
 
 _TRIAL_TOKENS, _TRIAL_HEADS, _TRIALS = 4096, 8, 3
+_TOLERANCE = 1e-2
 _BACKENDS = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
 )
 _Choice = tuple[SDPBackend, bool]
+_Attention = tuple[Tensor, Tensor]
+"""Outputs [1, heads, n, v], and the logarithms of sums of exponentials, FP32 [1, heads, n]."""
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -36,31 +46,89 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tenso
     """
     if not queries.is_cuda:
         queries, keys, values = queries.float(), keys.float(), values.float()
-    num_queries, num_keys = queries.shape[0], keys.shape[0]
     q, k, v = (t.transpose(0, 1)[None] for t in (queries, keys, values))
-    if num_queries == 1:
+    if queries.shape[0] == 1:
         out = functional.scaled_dot_product_attention(q, k, v, scale=scale)
-    elif num_queries == num_keys:
-        out = _attend_all(q, k, v, scale)
+    elif queries.shape[0] == keys.shape[0]:
+        out = _attend_square(q, k, v, scale)
     else:
-        padded = functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
-        bias = causal_lower_right(num_queries, num_keys)
-        out = functional.scaled_dot_product_attention(q, k, padded, attn_mask=bias, scale=scale)
-    return out[0, ..., : values.shape[-1]].transpose(0, 1)
+        out = _attend_tail(q, k, v, scale)
+    return out[0].transpose(0, 1)
 
 
-def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend_square(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if not q.is_cuda:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     return _run(fastest(q.shape[-1], v.shape[-1], q.device), q, k, v, scale)
 
 
+def _attend_tail(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    if not q.is_cuda:
+        return attend_in_two(_on_cpu, q, k, v, scale)
+    return fastest_tail(q.shape[-1], v.shape[-1], q.device)(q, k, v, scale)
+
+
+def attend_in_two(
+    attention: Callable[[Tensor, Tensor, Tensor, bool, float], _Attention],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+) -> Tensor:
+    """The last n of m positions, by an `attention` that knows whole and square causal ones.
+
+    Exact: exp(a) / (exp(a) + exp(b)) of the first result and the rest of the second, with a and b
+    the logarithms of their sums (Milakov and Gimelshein, arXiv 1805.02867).
+    """
+    count = q.shape[2]
+    before, after = slice(0, k.shape[2] - count), slice(k.shape[2] - count, None)
+    first, first_sums = attention(q, k[:, :, before], v[:, :, before], False, scale)
+    second, second_sums = attention(q, k[:, :, after], v[:, :, after], True, scale)
+    share = torch.sigmoid(first_sums - second_sums)[..., None]
+    return torch.lerp(second.float(), first.float(), share).to(first.dtype)
+
+
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> _Attention:
+    width = v.shape[-1]
+    padded = functional.pad(v, (0, q.shape[-1] - width))
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, padded, is_causal=is_causal, scale=scale
+    )
+    return out[..., :width], sums
+
+
+def _by_cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> _Attention:
+    out, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, is_causal, scale=scale
+    )
+    return out, sums.float().reshape(out.shape[:3])
+
+
+def _by_flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> _Attention:
+    width = v.shape[-1]
+    padded = functional.pad(v, (0, q.shape[-1] - width))
+    out, sums, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, padded, is_causal=is_causal, scale=scale
+    )
+    return out[..., :width], sums
+
+
+def _by_bias(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Torch's own way, which is slow where its fastest kernels do not know it."""
+    padded = functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    bias = causal_lower_right(q.shape[2], k.shape[2])
+    out = functional.scaled_dot_product_attention(q, k, padded, attn_mask=bias, scale=scale)
+    return out[..., : v.shape[-1]]
+
+
 def _run(choice: _Choice, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     backend, is_padded = choice
+    width = v.shape[-1]
     if is_padded:
-        v = functional.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        v = functional.pad(v, (0, q.shape[-1] - width))
     with sdpa_kernel(backend):
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return out[..., :width]
 
 
 @functools.cache
@@ -72,12 +140,35 @@ def fastest(key_dim: int, value_dim: int, device: torch.device) -> _Choice:
     return choice
 
 
+@functools.cache
+def fastest_tail(
+    key_dim: int, value_dim: int, device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    """The fastest right way to attend from the last quarter of the positions."""
+    q, k, v = _trial_inputs(key_dim, value_dim, device)
+    q = q[:, :, -_TRIAL_TOKENS // 4 :]
+    ways: list[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = [
+        _by_bias,
+        functools.partial(attend_in_two, _by_cudnn),
+        functools.partial(attend_in_two, _by_flash),
+    ]
+    expected = _by_bias(q, k, v, 0.1).float()
+    seconds = [_time(functools.partial(_by_bias, q, k, v, 0.1), device), 0.0, 0.0]
+    for index in (1, 2):
+        try:
+            found = ways[index](q, k, v, 0.1).float()
+            is_same = bool((found - expected).norm() < _TOLERANCE * expected.norm())
+            run = functools.partial(ways[index], q, k, v, 0.1)
+            seconds[index] = _time(run, device) if is_same else float("inf")
+        except RuntimeError as refusal:
+            logger.debug("attention in two parts: %s", refusal)
+            seconds[index] = float("inf")
+    return ways[seconds.index(min(seconds))]
+
+
 def trial_seconds(key_dim: int, value_dim: int, device: torch.device) -> dict[_Choice, float]:
     """Seconds of a short causal attention by whatever backends can do it; math, if none can."""
-    q, k, v = (
-        torch.randn(1, _TRIAL_TOKENS, _TRIAL_HEADS, d, device=device).half().transpose(1, 2)
-        for d in (key_dim, key_dim, value_dim)
-    )
+    q, k, v = _trial_inputs(key_dim, value_dim, device)
     found: dict[_Choice, float] = {}
     for backend in _BACKENDS:
         for is_padded in (False, True) if key_dim != value_dim else (False,):
@@ -85,17 +176,25 @@ def trial_seconds(key_dim: int, value_dim: int, device: torch.device) -> dict[_C
                 with warnings.catch_warnings():
                     # A backend that refuses is what is asked for; torch says why in warnings.
                     warnings.simplefilter("ignore")
-                    found[backend, is_padded] = _time((backend, is_padded), q, k, v)
+                    run = functools.partial(_run, (backend, is_padded), q, k, v, 1.0)
+                    found[backend, is_padded] = _time(run, device)
             except RuntimeError as refusal:
                 logger.debug("%s, padded %s: %s", backend.name, is_padded, refusal)
     return found or {(SDPBackend.MATH, False): 0.0}
 
 
-def _time(choice: _Choice, q: Tensor, k: Tensor, v: Tensor) -> float:
-    _run(choice, q, k, v, 1.0)
-    torch.cuda.synchronize(q.device)
+def _trial_inputs(key_dim: int, value_dim: int, device: torch.device) -> list[Tensor]:
+    return [
+        torch.randn(1, _TRIAL_TOKENS, _TRIAL_HEADS, d, device=device).half().transpose(1, 2)
+        for d in (key_dim, key_dim, value_dim)
+    ]
+
+
+def _time(run: Callable[[], Tensor], device: torch.device) -> float:
+    run()
+    torch.cuda.synchronize(device)
     began_at = time.perf_counter()
     for _ in range(_TRIALS):
-        _run(choice, q, k, v, 1.0)
-    torch.cuda.synchronize(q.device)
+        run()
+    torch.cuda.synchronize(device)
     return time.perf_counter() - began_at

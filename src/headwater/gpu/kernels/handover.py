@@ -1,8 +1,9 @@
 """From the GPU to the CPU's experts and back, by flags in mapped memory (Triton).
 
 Owns the order of writes. Inputs are written and made visible to the whole system by each thread
-that wrote them; the program that comes last then writes the ticket. Every program that wants the
-answer looks for its ticket, and then reads the outputs past all caches.
+that wrote them; the program that comes last then writes the ticket. A single warp waits for the
+answer's ticket, for many would keep the bus and the flag's cache line busy; the kernel after it
+reads the outputs past all caches.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -71,14 +72,15 @@ def _post(
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _add_answer(
-    hidden, output, count, done, layer, width, layer_bits: tl.constexpr, columns: tl.constexpr
-):
+def _await(count, done, layer, layer_bits: tl.constexpr):
     ticket = (tl.load(count) << layer_bits) | layer
     found = tl.load(done, volatile=True)
     while found != ticket:
         found = tl.load(done, volatile=True)
-    tl.debug_barrier()
+
+
+@triton.jit
+def _add_answer(hidden, output, width, columns: tl.constexpr):
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     place = tl.program_id(0) * width + column
     is_there = column < width
@@ -115,7 +117,6 @@ def post(lane: Lane, layer: int, x: Tensor, experts: Tensor, weights: Tensor) ->
 def add_answer(lane: Lane, layer: int, hidden: Tensor) -> None:
     """Waits for `layer`'s answer, and adds it to FP32 hidden [T, hidden]."""
     num_tokens, width = hidden.shape
+    _await[(1,)](lane.count, lane.done, layer, _LAYER_BITS, num_warps=1)
     grid = (num_tokens, triton.cdiv(width, _COLUMNS))
-    _add_answer[grid](
-        hidden, lane.output, lane.count, lane.done, layer, width, _LAYER_BITS, _COLUMNS, num_warps=4
-    )
+    _add_answer[grid](hidden, lane.output, width, _COLUMNS, num_warps=4)
