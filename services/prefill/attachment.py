@@ -121,9 +121,13 @@ class Attachment:
 
     def _take(self, manifest: weights_pb2.WeightsManifest, store: WeightsStore) -> None:
         spec = ModelSpec.from_json(manifest.config_json, "config.json")
+        try:
+            model = self._models.make(spec, store)
+        except BaseException:
+            store.close()
+            raise
         previous = self.store
-        self.store = store
-        self.model = self._models.make(spec, store)
+        self.store, self.model = store, model
         self.model_name = manifest.model_name
         self.vocab_size = spec.vocab_size
         logger.info("attached the weights %s of %s", manifest.segment.name, manifest.model_name)
