@@ -120,9 +120,10 @@ def _gqa(spec: GqaSpec, x: Tensor, weights: DenseWeights, context: Context) -> T
     positions = context.positions
     cos, sin = positions.angles(spec.rope)
     rotate = positions.table(spec.rope).rotate
+    counts = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
     q, k, v = (
-        weights.matrix(f"attention.{name}").product(x).view(x.shape[0], -1, spec.head_dim)
-        for name in "qkv"
+        weights.matrix(f"attention.{name}").product(x).view(x.shape[0], heads, spec.head_dim)
+        for name, heads in counts.items()
     )
     if spec.has_qk_norm:
         q = weights.norm("attention.q_norm", q)

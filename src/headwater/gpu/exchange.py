@@ -53,7 +53,7 @@ class Exchange:
         num_mine = counts[self.rank]
         received = partial.new_empty(num_mine * self.world_size, partial.shape[1])
         self._all_to_all(received, sent, [num_mine] * self.world_size, counts)
-        pieces = received.view(self.world_size, num_mine, -1)
+        pieces = received.view(self.world_size, num_mine, partial.shape[1])
         total = pieces[0].clone()
         for piece in pieces[1:]:
             total += piece
