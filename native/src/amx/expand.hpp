@@ -42,25 +42,24 @@ inline void gather_steps(__m512i* w) {
     }
 }
 
-// The last, incomplete block of a row, filled up with zero bytes: they meet zero activations.
+// Bytes of a block that are there, where `columns` of the row are left.
 template <class F>
-inline void pad_block(const std::byte* data, std::int64_t columns, std::byte* padded) {
-    std::memset(padded, 0, static_cast<std::size_t>(F::kBlockBytes));
-    std::memcpy(
-        padded, data,
-        static_cast<std::size_t>((columns * F::kBlockBytes + avx512::kBlock - 1) / avx512::kBlock));
+inline std::int64_t bytes_left(std::int64_t columns) {
+    return columns >= avx512::kBlock
+               ? F::kBlockBytes
+               : (columns * F::kBlockBytes + avx512::kBlock - 1) / avx512::kBlock;
 }
 
-// Writes 128 columns of a row to `tile_row` in the tile of the first 32 columns, `tile_row` +
-// kTileBytes in the next, and so on.
+// Writes 128 columns of a row, of whose bytes n are there, to `tile_row` in the tile of the first
+// 32 columns, `tile_row` + kTileBytes in the next, and so on.
 template <class F>
 class Expander {
   public:
     explicit Expander(const Matrix& m) : tables_(m) {}
 
-    void operator()(const std::byte* data, std::byte* tile_row) const {
+    void operator()(const std::byte* data, std::int64_t n, std::byte* tile_row) const {
         __m512i w[4];
-        F::load(tables_, data, w);
+        F::load(tables_, data, n, w);
         gather_steps<F>(w);
         for (int j = 0; j < 4; ++j) {
             _mm512_store_si512(tile_row + j * kTileBytes, w[j]);
@@ -81,19 +80,20 @@ class Expander<Fp8> {
   public:
     explicit Expander(const Matrix&) {}
 
-    void operator()(const std::byte* data, std::byte* tile_row) const {
-        const std::uint64_t low = expand(data, tile_row);
-        const std::uint64_t high = expand(data + 64, tile_row + 2 * kTileBytes);
-        if (__builtin_expect((low | high) != 0, 0)) {
-            mend(data, low, tile_row);
-            mend(data + 64, high, tile_row + 2 * kTileBytes);
+    void operator()(const std::byte* data, std::int64_t n, std::byte* tile_row) const {
+        const __m512i low = avx512::load_line(data, n, 0);
+        const __m512i high = avx512::load_line(data, n, 1);
+        const std::uint64_t tiny_low = expand(low, tile_row);
+        const std::uint64_t tiny_high = expand(high, tile_row + 2 * kTileBytes);
+        if (__builtin_expect((tiny_low | tiny_high) != 0, 0)) {
+            mend(low, tiny_low, tile_row);
+            mend(high, tiny_high, tile_row + 2 * kTileBytes);
         }
     }
 
   private:
     // Returns which of the 64 codes have exponent 0.
-    std::uint64_t expand(const std::byte* data, std::byte* out) const {
-        __m512i codes = _mm512_loadu_si512(data);
+    std::uint64_t expand(__m512i codes, std::byte* out) const {
         avx512::keep_in_register(codes);
         _mm512_store_si512(out, move_apart(_mm512_slli_epi16(codes, 8)));
         _mm512_store_si512(out + kTileBytes, move_apart(codes));
@@ -104,11 +104,13 @@ class Expander<Fp8> {
         // (codes >> 4) & kept | exponent
         return _mm512_ternarylogic_epi32(_mm512_srai_epi16(codes, 4), kept_, exponent_, 0xEA);
     }
-    [[gnu::noinline, gnu::cold]] static void mend(const std::byte* data, std::uint64_t which,
+    [[gnu::noinline, gnu::cold]] static void mend(__m512i codes, std::uint64_t which,
                                                   std::byte* out) {
+        alignas(64) std::uint8_t all[64];
+        _mm512_store_si512(all, codes);
         for (; which != 0; which &= which - 1) {
             const int i = __builtin_ctzll(which);
-            const auto code = static_cast<std::uint32_t>(data[i]);
+            const std::uint32_t code = all[i];
             const float value = static_cast<float>(code & 7) * 0x1p-17f;
             std::uint32_t bits;
             std::memcpy(&bits, &value, sizeof bits);

@@ -147,18 +147,13 @@ class FewProduct {
         if (block >= blocks_ || pair.row >= p_.row_end) {
             return;
         }
-        const std::int64_t left = m_.columns - block * avx512::kBlock;
+        const std::int64_t n = bytes_left<F>(m_.columns - block * avx512::kBlock);
         std::byte* tile = memory_.weights[parity][side][0];
         const auto& rows = rows_[pair.row / kTile % 2];
         for (std::int64_t i = part % 4 * 4; i < part % 4 * 4 + 4; ++i) {
             const std::byte* data = rows[i] + block * F::kBlockBytes;
             prefetch(pair, block, i);
-            alignas(64) std::byte padded[F::kBlockBytes];
-            if (left < avx512::kBlock) {
-                pad_block<F>(data, left, padded);
-                data = padded;
-            }
-            expand_(data, tile + i * 64);
+            expand_(data, n, tile + i * 64);
         }
     }
 

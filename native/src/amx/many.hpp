@@ -49,12 +49,8 @@ void expand_weights(const Matrix& m, std::int64_t first, std::int64_t num_rows, 
         for (std::int64_t b = 0; b < num_blocks; ++b) {
             const std::byte* data = row.data + (block + b) * F::kBlockBytes;
             const std::int64_t left = m.columns - (block + b) * avx512::kBlock;
-            alignas(64) std::byte padded[F::kBlockBytes];
-            if (left < avx512::kBlock) {
-                pad_block<F>(data, left, padded);
-                data = padded;
-            }
-            expand(data, memory.weights[i / kTile][b * kBlockSteps] + i % kTile * 64);
+            expand(data, bytes_left<F>(left),
+                   memory.weights[i / kTile][b * kBlockSteps] + i % kTile * 64);
             for (std::int64_t j = 0; j < kBlockSteps; ++j) {
                 const std::int64_t step = b * kBlockSteps + j;
                 memory.scales[i][step] = F::scale(row, block + b, j);

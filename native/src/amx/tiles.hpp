@@ -69,7 +69,8 @@ void arrange_block(const Matrix& m, const std::byte* const* tokens, std::int64_t
                                   _mm512_setzero_si512(), _mm512_setzero_si512()};
         if (t < count) {
             avx512::Bf16::load(avx512::Bf16::Tables(m),
-                               tokens[t] + block * avx512::Bf16::kBlockBytes, w);
+                               tokens[t] + block * avx512::Bf16::kBlockBytes,
+                               avx512::Bf16::kBlockBytes, w);
             gather_steps<F>(w);
         }
         for (std::int64_t j = 0; j < kBlockSteps; ++j) {

@@ -4,7 +4,8 @@
 //   Tables                      constants that a kernel keeps in registers
 //   kBlockBytes                 what 128 columns of a row take
 //   Row(matrix, row, scratch)   where a row and its scales are; scratch: kRowScratch floats per 512
-//   load(tables, p, w)          the 128 columns at p as four BF16 vectors
+//   load(tables, p, n, w)       the 128 columns at p as four BF16 vectors; of the kBlockBytes there
+//                               only the first n are read, and the others count as zero bytes
 //   start(row, block, sums)     what the block's sum of products starts from
 //   add(row, block, sum, total) total + scale * sum
 //   scale(row, block, quarter)  the scale of 32 columns of a block
@@ -30,6 +31,16 @@ inline __m512bh as_bf16(__m512i bits) { return reinterpret_cast<__m512bh>(bits);
 // Stops the compiler from loading a line of weights once per use: Zen 4 loads one a cycle.
 inline void keep_in_register(__m512i& vector) { asm("" : "+v"(vector)); }
 
+// Line `line` of a block of which only the first n bytes are there.
+inline __m512i load_line(const std::byte* p, std::int64_t n, int line) {
+    const std::int64_t left = n - 64 * line;
+    if (left >= 64) {
+        return _mm512_loadu_si512(p + 64 * line);
+    }
+    const __mmask64 mask = left <= 0 ? 0 : ~std::uint64_t{0} >> (64 - left);
+    return _mm512_maskz_loadu_epi8(mask, p + 64 * line);
+}
+
 // Two bytes per element, in order.
 struct Bf16 {
     struct Tables {
@@ -43,9 +54,9 @@ struct Bf16 {
     static constexpr std::int64_t kBlockBytes = 256;
     static constexpr std::int64_t kRowScratch = 0;
 
-    static inline void load(const Tables&, const std::byte* p, __m512i* w) {
+    static inline void load(const Tables&, const std::byte* p, std::int64_t n, __m512i* w) {
         for (int j = 0; j < 4; ++j) {
-            w[j] = _mm512_loadu_si512(p + 64 * j);
+            w[j] = load_line(p, n, j);
         }
     }
     static inline __m512 start(const Row&, std::int64_t, const float*) {
@@ -103,8 +114,7 @@ struct Fp8 {
     static constexpr std::int64_t kBlockBytes = 128;
     static constexpr std::int64_t kRowScratch = 0;
 
-    static inline void expand(const Tables& t, const std::byte* p, __m512i* w) {
-        __m512i codes = _mm512_loadu_si512(p);
+    static inline void expand(const Tables& t, __m512i codes, __m512i* w) {
         keep_in_register(codes);
         const __m512i low = _mm512_permutex2var_epi8(t.low0, codes, t.low1);
         const __m512i magnitude = _mm512_permutex2var_epi8(t.high0, codes, t.high1);
@@ -113,9 +123,9 @@ struct Fp8 {
         w[0] = _mm512_unpacklo_epi8(low, high);
         w[1] = _mm512_unpackhi_epi8(low, high);
     }
-    static inline void load(const Tables& t, const std::byte* p, __m512i* w) {
-        expand(t, p, w);
-        expand(t, p + 64, w + 2);
+    static inline void load(const Tables& t, const std::byte* p, std::int64_t n, __m512i* w) {
+        expand(t, load_line(p, n, 0), w);
+        expand(t, load_line(p, n, 1), w + 2);
     }
     static inline __m512 start(const Row&, std::int64_t, const float*) {
         return _mm512_setzero_ps();
@@ -217,8 +227,7 @@ constexpr NibbleValues kNibbleValues;
 
 // The four columns 4i to 4i + 3 of each 16-bit lane: shifted by 0, 4, 8 and 12 bits, its low bits
 // select the value of one of them. So each quarter of a vector of sums belongs to 32 columns.
-inline void look_up_nibbles(__m512i values, const std::byte* p, __m512i* w) {
-    __m512i v = _mm512_loadu_si512(p);
+inline void look_up_nibbles(__m512i values, __m512i v, __m512i* w) {
     keep_in_register(v);
     w[0] = _mm512_permutexvar_epi16(v, values);
     w[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), values);
@@ -262,8 +271,8 @@ struct Int4 {
             return spread_quarters(values + 4 * block);
         }
     }
-    static inline void load(const Tables& t, const std::byte* p, __m512i* w) {
-        look_up_nibbles(t.values, p, w);
+    static inline void load(const Tables& t, const std::byte* p, std::int64_t n, __m512i* w) {
+        look_up_nibbles(t.values, load_line(p, n, 0), w);
     }
     static inline __m512 start(const Row& row, std::int64_t block, const float* sums) {
         if constexpr (kHasZeros) {
@@ -324,8 +333,8 @@ struct Mxfp4 {
             _mm512_srli_epi32(_mm512_shuffle_epi8(_mm512_set1_epi32(four), to_top_byte), 1);
         return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x00400000)));
     }
-    static inline void load(const Tables& t, const std::byte* p, __m512i* w) {
-        look_up_nibbles(t.values, p, w);
+    static inline void load(const Tables& t, const std::byte* p, std::int64_t n, __m512i* w) {
+        look_up_nibbles(t.values, load_line(p, n, 0), w);
     }
     static inline __m512 start(const Row&, std::int64_t, const float*) {
         return _mm512_setzero_ps();

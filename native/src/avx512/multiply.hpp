@@ -6,7 +6,6 @@
 // ahead of the loads, which then find their lines in L2 in whatever order rows are combined.
 #pragma once
 
-#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -18,30 +17,14 @@ namespace {
 
 constexpr int kMaxTokens = 8;
 
-// The last, incomplete block of a row, filled up with zero bytes: they meet zero activations.
-template <class F>
-inline void copy_tail(const Matrix& m, const std::byte* data, std::byte* padded) {
-    const std::int64_t left = m.columns % kBlock;
-    std::memset(padded, 0, static_cast<std::size_t>(F::kBlockBytes));
-    std::memcpy(padded, data,
-                static_cast<std::size_t>((left * F::kBlockBytes + kBlock - 1) / kBlock));
-}
-
-// BF16 needs so few instructions per byte that with one token prefetching would slow it down.
-template <class F, int kTokens>
-inline constexpr bool wants_prefetch = !(std::is_same_v<F, Bf16> && kTokens == 1);
-
-// Rows of nibbles are short: several at a time share what a row costs besides its weights.
-template <class F>
-inline constexpr int kRowsOfOneToken = F::kBlockBytes == 64 ? 4 : 1;
-
-template <class F, int kRows, int kTokens, bool kPrefetch>
+// `num_bytes` of the block are there: all but at the end of a row, where nothing is prefetched.
+template <class F, int kRows, int kTokens, bool kIsWhole>
 inline void multiply_block(const typename F::Tables& tables, const typename F::Row* rows,
-                           const std::byte* const* data, std::int64_t block,
+                           const std::byte* const* data, std::int64_t block, std::int64_t num_bytes,
                            const std::byte* const* tokens, const float* const* sums,
                            const std::byte* ahead, __m512 (*totals)[kTokens]) {
     __m512i w[kRows][4];
-    if constexpr (kPrefetch) {
+    if constexpr (kIsWhole) {
 #pragma GCC unroll 16
         for (std::int64_t at = 0; at < kRows * F::kBlockBytes; at += 64) {
             _mm_prefetch(reinterpret_cast<const char*>(ahead + at), _MM_HINT_T1);
@@ -49,7 +32,7 @@ inline void multiply_block(const typename F::Tables& tables, const typename F::R
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-        F::load(tables, data[r], w[r]);
+        F::load(tables, data[r], kIsWhole ? F::kBlockBytes : num_bytes, w[r]);
     }
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
@@ -77,24 +60,30 @@ inline void multiply_block(const typename F::Tables& tables, const typename F::R
     }
 }
 
-// How far prefetches run ahead of the loads. Measured on Zen 4: a single row per tile likes 8 KiB
-// (97 % of the speed of the memory, against 91 % at 24 KiB), and more rows some rows more.
+// How far prefetches run ahead of the loads. Measured on Zen 4 with one token and single rows, as
+// shares of the speed of the memory: BF16 0.93 at 3 KiB, 0.84 at 4 KiB, 0.73 at 8 KiB and beyond,
+// 0.80 without; FP8 0.97 at 8 KiB, 0.91 at 24 KiB, 0.75 at 4 KiB. Four rows at a time want the rest
+// of the fourth and some more.
 template <class F>
-inline std::int64_t ahead_bytes(std::int64_t num_tokens) {
-    return num_tokens > 1 ? 32 << 10 : kRowsOfOneToken<F> == 1 ? 8 << 10 : 24 << 10;
+inline std::int64_t ahead_bytes(const Matrix& m, std::int64_t num_tokens, int num_rows) {
+    if (num_tokens > 1) {
+        return 32 << 10;
+    }
+    const std::int64_t rest = num_rows == 1 ? 0 : m.row_bytes * 9 / 2;
+    return rest + (std::is_same_v<F, Bf16> ? 3 << 10 : 8 << 10);
 }
 
 // What to prefetch while the row at `data` is read: the stream of rows goes on with p.next; where
 // that is unknown, or rows are parts of longer ones, there is nothing to be gained.
 template <class F>
-inline const std::byte* ahead_of(const Product& p, const std::byte* data,
-                                 std::int64_t packed_bytes) {
+inline const std::byte* ahead_of(const Product& p, const std::byte* data, std::int64_t packed_bytes,
+                                 int num_rows) {
     const Matrix& m = *p.matrix;
     if (m.row_bytes != packed_bytes) {
         return data;
     }
     const std::int64_t left = m.data + p.row_end * m.row_bytes - data;
-    const std::int64_t ahead = ahead_bytes<F>(p.num_tokens);
+    const std::int64_t ahead = ahead_bytes<F>(m, p.num_tokens, num_rows);
     if (ahead < left) {
         return data + ahead;
     }
@@ -124,22 +113,18 @@ inline void multiply_tile(const typename F::Tables& tables, const Matrix& m,
         }
     }
     for (std::int64_t block = 0; block < full; ++block) {
-        multiply_block<F, kRows, kTokens, wants_prefetch<F, kTokens>>(tables, rows, data, block,
-                                                                      tokens, sums, ahead, totals);
+        multiply_block<F, kRows, kTokens, true>(tables, rows, data, block, F::kBlockBytes, tokens,
+                                                sums, ahead, totals);
         ahead += kRows * F::kBlockBytes;
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
             data[r] += F::kBlockBytes;
         }
     }
-    if (full * kBlock < m.columns) {
-        alignas(64) std::byte padded[kRows][F::kBlockBytes];
-        for (int r = 0; r < kRows; ++r) {
-            copy_tail<F>(m, data[r], padded[r]);
-            data[r] = padded[r];
-        }
-        multiply_block<F, kRows, kTokens, false>(tables, rows, data, full, tokens, sums, nullptr,
-                                                 totals);
+    const std::int64_t left = packed_bytes_of<F>(m) - full * F::kBlockBytes;
+    if (left > 0) {
+        multiply_block<F, kRows, kTokens, false>(tables, rows, data, full, left, tokens, sums,
+                                                 nullptr, totals);
     }
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
@@ -179,7 +164,7 @@ void multiply_rows(const Product& p, std::int64_t begin, std::int64_t end) {
             data[r] = rows[r].data;
         }
         multiply_tile<F, kRows, kTokens>(tables, m, rows, data,
-                                         ahead_of<F>(p, data[0], packed_bytes), tokens, sums,
+                                         ahead_of<F>(p, data[0], packed_bytes, kRows), tokens, sums,
                                          p.outputs, row - p.row_begin);
     }
 }
@@ -194,19 +179,26 @@ constexpr RowsFunction<F> rows_function(std::int64_t num_tokens,
     return functions[num_tokens - 1];
 }
 
-// How many rows share the loads of activations: one row at a time is the best reader of DRAM on
-// Zen 4 for one token, while more activations do not fit L1.
+// How many rows share the loads of activations. For one token a single row is the best reader of
+// DRAM on Zen 4, but nibbles, whose rows are short, share what a row costs besides its weights, and
+// activations that crowd L1 out are shared (16,384 columns: 0.87 of the speed of the memory
+// against 0.43).
 template <class F>
-int rows_per_tile(std::int64_t num_tokens) {
+int rows_per_tile(const Matrix& m, std::int64_t num_tokens) {
     static const bool kWantsRows = wants_several_rows();
-    return num_tokens == 1 ? (kWantsRows ? 4 : kRowsOfOneToken<F>) : num_tokens == 2 ? 4 : 2;
+    constexpr std::int64_t kShort = 1024;
+    constexpr std::int64_t kLong = 10240;
+    if (num_tokens > 1) {
+        return num_tokens == 2 ? 4 : 2;
+    }
+    return kWantsRows || F::kBlockBytes == 64 || m.columns <= kShort || m.columns > kLong ? 4 : 1;
 }
 
 // Rows [begin, end) times up to kMaxTokens tokens.
 template <class F>
 void multiply_few(const Product& p, std::int64_t begin, std::int64_t end) {
     const std::int64_t n = p.num_tokens;
-    const int step = rows_per_tile<F>(n);
+    const int step = rows_per_tile<F>(*p.matrix, n);
     const std::int64_t even = begin + (end - begin) / step * step;
     constexpr std::make_integer_sequence<int, kMaxTokens> kAll;
     const auto run = step == 4   ? rows_function<F, 4>(n, std::make_integer_sequence<int, 2>())
