@@ -102,7 +102,7 @@ def test_how_a_prompt_is_cut_and_packed_changes_little(
         model = _model(spec, weights)
         pages = pages_of(spec)
         whole = run(model, pages, SequenceChunk(tokens, 0, BLOCKS))
-        for slots in (2, 5, 100):
+        for slots in (2, 100):
             other = _model(spec, weights, expert_slots=slots)
             assert torch.equal(run(other, pages_of(spec), SequenceChunk(tokens, 0, BLOCKS)), whole)
             assert torch.equal(run(other, pages_of(spec), SequenceChunk(tokens, 0, BLOCKS)), whole)
