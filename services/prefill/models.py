@@ -55,6 +55,11 @@ class PromptModels:
         """Bytes of weights copied to the GPU so far."""
         return self._session.model.streamer.copied_bytes if self._session else 0
 
+    @property
+    def ring_occupancy(self) -> float:
+        """Share of the ring's slots with experts that are still to be used."""
+        return self._session.model.streamer.occupancy if self._session else 0.0
+
     def close(self) -> None:
         """Lets the device go."""
         if self._session is not None:

@@ -46,6 +46,7 @@ async def run(config: Config) -> None:
             "headwater.prefill.pending_tokens": engine.num_pending_tokens,
             "headwater.prefill.prompt_tokens_per_second": engine.computed.per_second(),
             "headwater.prefill.streamed_bytes": models.streamed_bytes,
+            "headwater.prefill.ring_occupancy": models.ring_occupancy,
         }
     )
     attaching = asyncio.create_task(attachment.attach_weights())

@@ -148,6 +148,7 @@ def test_copies_run_ahead_as_far_as_slots_reach_and_into_the_next_sweep() -> Non
     sizes = [item.num_bytes for item in work.items]
     # The first layer's small item and two of its groups: then a slot is missing.
     assert streamer.copied_bytes == sum(sizes[:3])
+    assert streamer.occupancy == 1.0
     for item in work.items:
         streamer.take(item.key)
         streamer.release()

@@ -47,9 +47,6 @@ class DenseWeights:
         self._norm_eps = norm_eps
         self._is_exact = is_exact
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
     def floats(self, name: str) -> Tensor:
         """The tensor in FP32."""
         return self._tensors[name].float()

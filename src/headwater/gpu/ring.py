@@ -65,14 +65,9 @@ class Ring:
         self._next = 0
 
     @property
-    def num_bytes(self) -> int:
-        """Device memory in use."""
-        return self.num_slots * self.slot_bytes
-
-    @property
-    def num_held(self) -> int:
-        """Slots that hold something not yet used up."""
-        return sum(not slot.is_free for slot in self._slots)
+    def occupancy(self) -> float:
+        """Share of the slots that hold something, or are being filled, and are not used up yet."""
+        return sum(not slot.is_free for slot in self._slots) / max(1, self.num_slots)
 
     def slot_for(self, item: int) -> Slot:
         """The slot that the ring's item number `item` would get now."""

@@ -92,6 +92,11 @@ class Streamer:
         self._in_use: deque[Slot] = deque()
         self.copied_bytes = 0
 
+    @property
+    def occupancy(self) -> float:
+        """Of the last ring, the experts': how far copies are ahead. May be asked by any thread."""
+        return self._rings[-1].occupancy
+
     def take(self, key: Hashable) -> list[Tensor]:
         """The parts of the item `key` on the device, UINT8, valid for computation queued after.
 

@@ -49,11 +49,6 @@ class Stack:
         return "mxfp4" if self.scale.dtype == torch.uint8 else "int4"
 
     @property
-    def num_experts(self) -> int:
-        """Experts in the stack."""
-        return self.values.shape[0]
-
-    @property
     def num_shards(self) -> int:
         """Parts along the intermediate dimension."""
         return self.values.shape[1]
