@@ -1,0 +1,128 @@
+// The kernels for AMX on a CPU without it: native/src/amx compiled against emulated tiles, compared
+// with the scalar kernels, and one token with many, decode with prefill, bit for bit.
+//
+// tests/native/test_emulated_tiles.py builds and runs it. `tiles_check SEED`.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "headwater/cpu.hpp"
+#include "headwater/kernels.hpp"
+#include "samples.hpp"
+
+using namespace headwater;
+
+namespace {
+
+constexpr int kRounds = 6;
+// FP32 sums against FP64.
+constexpr double kTolerance = 5e-6;
+
+struct Lines {
+    explicit Lines(std::int64_t num_bytes) : lines(static_cast<std::size_t>(num_bytes / 64 + 1)) {}
+    std::byte* data() { return lines.data()->bytes; }
+
+    struct alignas(64) Line {
+        std::byte bytes[64];
+    };
+    std::vector<Line> lines;
+};
+
+using Function = void (*)(const Product&);
+
+// Rows [begin, end) times the tokens, [token][row].
+std::vector<float> run(const Kernels& kernels, Function function, const Matrix& m,
+                       std::int64_t begin, std::int64_t end, const std::vector<float>& x,
+                       std::int64_t first, std::int64_t count) {
+    const std::int64_t token_bytes = kernels.prepared_bytes(m);
+    Lines prepared(count * token_bytes);
+    Lines scratch(kernels.scratch_bytes(m));
+    std::vector<float> result(static_cast<std::size_t>(count * (end - begin)));
+    std::vector<const std::byte*> tokens;
+    std::vector<float*> outputs;
+    for (std::int64_t t = 0; t < count; ++t) {
+        std::byte* token = prepared.data() + t * token_bytes;
+        kernels.prepare(m, x.data() + (first + t) * m.columns, token);
+        tokens.push_back(token);
+        outputs.push_back(result.data() + t * (end - begin));
+    }
+    function({.matrix = &m,
+              .row_begin = begin,
+              .row_end = end,
+              .tokens = tokens.data(),
+              .outputs = outputs.data(),
+              .num_tokens = count,
+              .scratch = scratch.data()});
+    return result;
+}
+
+double relative_error(const std::vector<float>& got, const std::vector<float>& expected) {
+    double error = 0;
+    double norm = 0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+        const double difference = double{got[i]} - double{expected[i]};
+        error += difference * difference;
+        norm += double{expected[i]} * double{expected[i]};
+    }
+    return std::sqrt(error / norm);
+}
+
+[[noreturn]] void fail(const Kind& kind, const char* what, std::int64_t rows, std::int64_t columns,
+                       std::int64_t count) {
+    std::fprintf(stderr, "format %d, %lld rows, %lld columns, %lld tokens: %s\n",
+                 static_cast<int>(kind.format), static_cast<long long>(rows),
+                 static_cast<long long>(columns), static_cast<long long>(count), what);
+    std::exit(1);
+}
+
+void check(const Kind& kind, std::mt19937& random) {
+    const std::int64_t rows = 1 + random() % 200;
+    std::int64_t columns = 1 + random() % 900;
+    if (kind.format == Format::kInt4 || kind.format == Format::kMxfp4) {
+        columns = (columns / kind.group + 1) * kind.group;
+    }
+    const Stack stack(kind, 1, rows, columns, random);
+    const Matrix& m = stack.matrix;
+    const std::int64_t begin = random() % 3 == 0 ? random() % rows : 0;
+    constexpr std::int64_t kMost = 40;
+    std::vector<float> x(static_cast<std::size_t>(kMost * columns));
+    for (float& value : x) {
+        value = static_cast<float>(random() % 2000) / 1000.0f - 1.0f;
+    }
+    const auto expected =
+        run(scalar::kKernels, scalar::kKernels.multiply, m, begin, rows, x, 0, kMost);
+    const bool is_same_everywhere = kind.format == Format::kBf16 || kind.format == Format::kFp8;
+    for (const Function function : {amx::kKernels.multiply, amx::kKernels.multiply_many}) {
+        std::vector<float> alone;
+        for (std::int64_t t = 0; t < kMost; ++t) {
+            const Function one = is_same_everywhere ? amx::kKernels.multiply : function;
+            const auto single = run(amx::kKernels, one, m, begin, rows, x, t, 1);
+            alone.insert(alone.end(), single.begin(), single.end());
+        }
+        if (relative_error(alone, expected) > kTolerance) {
+            fail(kind, "a token alone differs from scalar", rows, columns, 1);
+        }
+        for (const std::int64_t count : {2, 16, 17, 33, 40}) {
+            const auto got = run(amx::kKernels, function, m, begin, rows, x, 0, count);
+            if (std::memcmp(got.data(), alone.data(), got.size() * sizeof(float)) != 0) {
+                fail(kind, "together differ from alone", rows, columns, count);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+    std::mt19937 random(static_cast<unsigned>(std::strtoul(arguments[1], nullptr, 10)));
+    for (int round = 0; round < kRounds; ++round) {
+        for (const Kind& kind : kKinds) {
+            check(kind, random);
+        }
+    }
+    self_test(amx::kKernels);
+    return 0;
+}
