@@ -18,6 +18,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from headwater.model.layer_spec import MlaSpec, MoeFfnSpec
 
+# Scores of a row that a program keeps in its registers.
+_MAX_ROW = 1 << 15
+
 
 @triton.jit
 def _rms_norm(x, weight, eps, width: tl.constexpr, mask, column):
@@ -344,6 +347,10 @@ def mla_queries(
 def masked_softmax(scores: Tensor, positions: Tensor) -> Tensor:
     """FP32 [T, heads, bound] -> BF16: over the columns up to each token's position."""
     num_tokens, heads, bound = scores.shape
+    if bound > _MAX_ROW:
+        columns = torch.arange(bound, device=scores.device)
+        is_hidden = columns[None, None] > positions[:, None, None]
+        return scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1).bfloat16()
     out = torch.empty_like(scores, dtype=torch.bfloat16)
     block = triton.next_power_of_2(bound)
     _masked_softmax[(num_tokens * heads,)](
