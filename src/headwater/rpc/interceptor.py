@@ -6,6 +6,7 @@ fault of ours: it is logged with its traceback and becomes INTERNAL.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -121,4 +122,6 @@ async def _abort(method: str, context: Context, failure: Exception) -> None:
     if not isinstance(failure, HeadwaterError):
         logger.error("%s failed", method, exc_info=failure)
         failure = InternalError(f"{method} failed by a fault of ours: {failure!r}; see the log")
-    await context.abort_with_status(rpc_status.to_status(status_of(failure)))
+    # A caller that goes away while the status is on its way needs none.
+    with contextlib.suppress(grpc.aio.InternalError):
+        await context.abort_with_status(rpc_status.to_status(status_of(failure)))
