@@ -107,8 +107,8 @@ def bad_wishes(stack: Stack) -> None:
                 epoch=lease.segment.epoch,
                 prompt_token_ids=[1, 2, 3, 4],
                 extends_prompt=True,
-                **{field: value},
             )
+            setattr(request, field, value)
             with pytest.raises(grpc.RpcError) as caught:
                 list(decode.Generate(request))
             expected = grpc.StatusCode.INVALID_ARGUMENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -327,13 +327,13 @@ def test_too_many_waiting_are_refused_and_stopping_ends_all(rig: Rig) -> None:
 def test_calibration_measures_and_gives_way(rig: Rig) -> None:
     rig.engine.start()
     rig.model.hold()
-    rig.engine.calibrate(rig.model)
+    rig.engine.calibrate(cast("Model", rig.model))
     rig.model.wait_for(0, 1)
     request = rig.ask(PROMPTS[1])
     rig.model.allow()
     assert isinstance(request.end(), PrefillDone)
     measured = rig.engine.costs.measured_passes
-    rig.engine.calibrate(rig.model)
+    rig.engine.calibrate(cast("Model", rig.model))
     while rig.engine.costs.measured_passes == measured:
         pass
     assert rig.engine.costs.seconds(64) > 0.0
