@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.rpc.server import Server, stop_signal
-from headwater.services.router.heap import share_one_arena
 from headwater.services.router.router import build_router
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 async def run(config: Config) -> None:
     """Serves until SIGTERM. Raises HeadwaterError when it cannot start."""
     stop = stop_signal()
-    share_one_arena()
     model_dir = Path(config.model.path).expanduser()
     router = build_router(
         model_dir,
