@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from headwater.cli.bench_output import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 # Before any measurement binds the caller to one of them.
@@ -20,7 +21,7 @@ def write_result(path: str | None, figures: object) -> None:
     if path is None:
         return
     origin = {
-        "machine": _machine(),
+        "machine": machine() | {"cores": _CORES},
         "commit": _commit(),
         "command": " ".join(["python", _script(), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
@@ -32,19 +33,6 @@ def _script() -> str:
     """The script as it is named in the repository, for folders of a machine mean nothing."""
     path = Path(sys.argv[0]).resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-
-
-def _machine() -> dict[str, object]:
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"cpu": cpu, "cores": _CORES, "memory_gib": round(memory, 1)}
 
 
 def _commit() -> str:

@@ -1,4 +1,4 @@
-// Python face of the worker that computes experts for a GPU; headwater.gpu.expert_worker keeps the
+// Python face of the worker that computes experts for a GPU; headwater.gpu.mailbox keeps the
 // memory that it points to, and is the only caller.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -10,7 +10,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from headwater.kv.layout import KvKind, KvLayout
+from headwater.kv.layout import KvLayout
 from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
 
@@ -74,16 +74,4 @@ def _tokens(model: Model, count: int) -> list[int]:
 
 def _private_pages(model: Model, num_tokens: int) -> KvPages:
     """One block that holds all."""
-    kv = model.spec.kv
-    return KvPages.allocate(
-        KvLayout(
-            kind=KvKind(kv.kind),
-            num_layers=model.spec.num_layers,
-            num_blocks=1,
-            block_tokens=num_tokens,
-            num_kv_heads=kv.num_kv_heads,
-            head_dim=kv.head_dim,
-            num_slots=1,
-            hidden_size=model.spec.hidden_size,
-        )
-    )
+    return KvPages.allocate(KvLayout.of(model.spec, num_blocks=1, block_tokens=num_tokens))

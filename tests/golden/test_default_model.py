@@ -93,15 +93,6 @@ def test_agrees_with_transformers(
 
 def _hidden_states(model: Transformer | NativeTransformer, token_ids: Tensor) -> Tensor:
     num_blocks = -(-len(token_ids) // BLOCK_TOKENS)
-    layout = KvLayout(
-        kind=model.spec.kv.kind,
-        num_layers=model.spec.num_layers,
-        num_blocks=num_blocks,
-        block_tokens=BLOCK_TOKENS,
-        num_kv_heads=model.spec.kv.num_kv_heads,
-        head_dim=model.spec.kv.head_dim,
-        num_slots=1,
-        hidden_size=model.spec.hidden_size,
-    )
+    layout = KvLayout.of(model.spec, num_blocks=num_blocks, block_tokens=BLOCK_TOKENS)
     chunk = SequenceChunk(token_ids.tolist(), 0, list(range(num_blocks)))
     return model.forward(Batch.build([chunk], BLOCK_TOKENS), KvPages.allocate(layout))

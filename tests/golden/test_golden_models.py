@@ -95,16 +95,7 @@ def test_only_rounding_separates_us_from_transformers(
 
 
 def _layout(spec: ModelSpec) -> KvLayout:
-    return KvLayout(
-        kind=spec.kv.kind,
-        num_layers=spec.num_layers,
-        num_blocks=21,
-        block_tokens=BLOCK_TOKENS,
-        num_kv_heads=spec.kv.num_kv_heads,
-        head_dim=spec.kv.head_dim,
-        num_slots=1,
-        hidden_size=spec.hidden_size,
-    )
+    return KvLayout.of(spec, num_blocks=21, block_tokens=BLOCK_TOKENS)
 
 
 def _run(model: AnyModel, pages: KvPages, prompts: Tensor, schedule: Schedule) -> dict[int, Tensor]:

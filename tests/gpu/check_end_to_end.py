@@ -34,16 +34,7 @@ PROMPTS, ANSWER_TOKENS, BLOCK_TOKENS, MAX_TOKENS = 20, 24, 16, 512
 
 def _pages(spec: ModelSpec) -> KvPages:
     return KvPages.allocate(
-        KvLayout(
-            kind=spec.kv.kind,
-            num_layers=spec.num_layers,
-            num_blocks=MAX_TOKENS // BLOCK_TOKENS,
-            block_tokens=BLOCK_TOKENS,
-            num_kv_heads=spec.kv.num_kv_heads,
-            head_dim=spec.kv.head_dim,
-            num_slots=1,
-            hidden_size=spec.hidden_size,
-        )
+        KvLayout.of(spec, num_blocks=MAX_TOKENS // BLOCK_TOKENS, block_tokens=BLOCK_TOKENS)
     )
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headwater.kv.layout import KvLayout
 from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
 from headwater.model.interface import Model
 from headwater.model.layer_spec import LinearFormat
 from headwater.model.spec import ModelSpec
 from headwater.synth.shapes import make_config
+from tests.nan_pages import nan_pages
 
 if TYPE_CHECKING:
     from headwater.weights.store import WeightsStore
@@ -49,20 +49,7 @@ def tiny_weights(
 
 def pages_of(spec: ModelSpec) -> KvPages:
     """Pages full of NaN: whatever is read without having been written shows."""
-    layout = KvLayout(
-        kind=spec.kv.kind,
-        num_layers=spec.num_layers,
-        num_blocks=NUM_BLOCKS,
-        block_tokens=BLOCK_TOKENS,
-        num_kv_heads=spec.kv.num_kv_heads,
-        head_dim=spec.kv.head_dim,
-        num_slots=1,
-        hidden_size=spec.hidden_size,
-    )
-    pages = KvPages.allocate(layout)
-    for layer in pages.layers:
-        layer.fill_(float("nan"))
-    return pages
+    return nan_pages(spec, num_blocks=NUM_BLOCKS, block_tokens=BLOCK_TOKENS)
 
 
 def prompt(spec: ModelSpec, count: int, seed: int) -> list[int]:

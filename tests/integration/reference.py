@@ -9,7 +9,7 @@ import torch
 from headwater.config import KvConfig
 from headwater.kernels import Mode, WorkerPool
 from headwater.kernels.model import NativeTransformer
-from headwater.kv.layout import KvKind, KvLayout
+from headwater.kv.layout import KvLayout
 from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
 from headwater.model.spec import ModelSpec
@@ -31,18 +31,7 @@ def greedy(
     decode = NativeTransformer(spec, store, workers, mode=Mode.DECODE)
     block_tokens = KvConfig().block_tokens
     num_blocks = -(-(len(prompt) + num_tokens) // block_tokens)
-    pages = KvPages.allocate(
-        KvLayout(
-            KvKind(spec.kv.kind),
-            spec.num_layers,
-            num_blocks,
-            block_tokens,
-            spec.kv.num_kv_heads,
-            spec.kv.head_dim,
-            1,
-            spec.hidden_size,
-        )
-    )
+    pages = KvPages.allocate(KvLayout.of(spec, num_blocks=num_blocks, block_tokens=block_tokens))
     blocks = tuple(range(num_blocks))
     chunk, position = tuple(prompt), 0
     chosen: list[tuple[int, float]] = []

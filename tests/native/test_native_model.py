@@ -17,7 +17,6 @@ from headwater import _native
 from headwater.errors import ConfigError, InternalError
 from headwater.kernels import Mode, WorkerPool, supported_isas
 from headwater.kernels.model import NativeTransformer
-from headwater.kv.layout import KvLayout
 from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
 from headwater.model.gate import Gate
@@ -28,6 +27,7 @@ from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
 from headwater.weights.loader import load_weights
 from headwater.weights.store import WeightsStore
+from tests.nan_pages import nan_pages
 from tests.native.samples import relative_error, seeded
 
 BLOCK_TOKENS = 4
@@ -60,20 +60,7 @@ def _spec(folder: Path) -> ModelSpec:
 
 def _pages(spec: ModelSpec) -> KvPages:
     """Pages full of NaN: whatever is read without having been written shows."""
-    layout = KvLayout(
-        kind=spec.kv.kind,
-        num_layers=spec.num_layers,
-        num_blocks=12,
-        block_tokens=BLOCK_TOKENS,
-        num_kv_heads=spec.kv.num_kv_heads,
-        head_dim=spec.kv.head_dim,
-        num_slots=1,
-        hidden_size=spec.hidden_size,
-    )
-    pages = KvPages.allocate(layout)
-    for layer in pages.layers:
-        layer.fill_(float("nan"))
-    return pages
+    return nan_pages(spec, num_blocks=12, block_tokens=BLOCK_TOKENS)
 
 
 def _logits(model: NativeTransformer | Transformer, *chunks: SequenceChunk) -> Tensor:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.kv.layout import KvLayout
 from headwater.kv.pages import KvPages
 from headwater.model import attention
 from headwater.model.batch import Batch, SequenceChunk
@@ -19,6 +18,7 @@ from headwater.model.rope import RotaryTable
 from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
 from headwater.weights.loader import load_weights
+from tests.nan_pages import nan_pages
 
 BLOCK_TOKENS = 4
 PROMPT = [3, 250, 17, 17, 99, 4, 8, 200, 31, 77, 5]
@@ -38,20 +38,7 @@ def model(tiny_model: Path, shm_prefix: str) -> Iterator[Transformer]:
 
 def _pages(spec: ModelSpec) -> KvPages:
     """Pages full of NaN: whatever is read without having been written shows."""
-    layout = KvLayout(
-        kind=spec.kv.kind,
-        num_layers=spec.num_layers,
-        num_blocks=12,
-        block_tokens=BLOCK_TOKENS,
-        num_kv_heads=spec.kv.num_kv_heads,
-        head_dim=spec.kv.head_dim,
-        num_slots=1,
-        hidden_size=spec.hidden_size,
-    )
-    pages = KvPages.allocate(layout)
-    for layer in pages.layers:
-        layer.fill_(float("nan"))
-    return pages
+    return nan_pages(spec, num_blocks=12, block_tokens=BLOCK_TOKENS)
 
 
 def _run(model: Transformer, pages: KvPages, *chunks: SequenceChunk) -> Tensor:

@@ -20,7 +20,7 @@ from headwater.errors import (
 )
 from headwater.kernels import Mode, WorkerPool
 from headwater.kernels.model import NativeTransformer
-from headwater.kv.layout import LAYOUT_VERSION, KvKind, KvLayout
+from headwater.kv.layout import LAYOUT_VERSION, KvLayout
 from headwater.kv.pool import KvPool
 from headwater.kv.writer import KvWriter
 from headwater.model.spec import ModelSpec
@@ -109,16 +109,7 @@ class Rig:
         self.store = load_weights(model_dir, spec.tensors(), shm_prefix=shm_prefix)
         native = NativeTransformer(spec, self.store, WorkerPool(2), mode=Mode.PREFILL)
         self.model = GatedModel(native)
-        self.layout = KvLayout(
-            KvKind(spec.kv.kind),
-            spec.num_layers,
-            256,
-            BLOCK,
-            spec.kv.num_kv_heads,
-            spec.kv.head_dim,
-            16,
-            spec.hidden_size,
-        )
+        self.layout = KvLayout.of(spec, num_blocks=256, block_tokens=BLOCK, num_slots=16)
         self.segment = Segment.create(
             f"{shm_prefix}.kv",
             self.layout.payload_bytes,

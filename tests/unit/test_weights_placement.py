@@ -143,17 +143,7 @@ def _load(folder: Path, shm_prefix: str, shards: int) -> WeightsStore:
 
 def _hidden(store: WeightsStore) -> torch.Tensor:
     spec = ModelSpec.from_json(store.config_json, "config.json")
-    shape = spec.kv
-    layout = KvLayout(
-        kind=shape.kind,
-        num_layers=spec.num_layers,
-        num_blocks=4,
-        block_tokens=BLOCK_TOKENS,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        hidden_size=spec.hidden_size,
-        num_slots=1,
-    )
+    layout = KvLayout.of(spec, num_blocks=4, block_tokens=BLOCK_TOKENS)
     chunk = SequenceChunk(list(range(20)), 0, [0, 1, 2])
     with torch.inference_mode():
         batch = Batch.build([chunk], BLOCK_TOKENS)

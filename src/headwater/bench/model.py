@@ -54,7 +54,9 @@ def _measure(
     model = NativeTransformer(spec, store, pool, mode=Mode.DECODE if is_decode else Mode.PREFILL)
     num_sequences, length = (batch, context + 1) if is_decode else (1, batch)
     blocks_each = -(-length // BLOCK_TOKENS)
-    pages = KvPages.allocate(_layout(spec, num_sequences * blocks_each))
+    pages = KvPages.allocate(
+        KvLayout.of(spec, num_blocks=num_sequences * blocks_each, block_tokens=BLOCK_TOKENS)
+    )
     tokens = [(7 * i + 3) % spec.vocab_size for i in range(length)]
     chunks = []
     for i in range(num_sequences):
@@ -109,16 +111,3 @@ def _format(store: WeightsStore) -> str:
     for entry in store.entries.values():
         sizes[entry.dtype.value] = sizes.get(entry.dtype.value, 0) + entry.num_bytes
     return max(sizes, key=lambda name: sizes[name])
-
-
-def _layout(spec: ModelSpec, num_blocks: int) -> KvLayout:
-    return KvLayout(
-        kind=spec.kv.kind,
-        num_layers=spec.num_layers,
-        num_blocks=num_blocks,
-        block_tokens=BLOCK_TOKENS,
-        num_kv_heads=spec.kv.num_kv_heads,
-        head_dim=spec.kv.head_dim,
-        num_slots=1,
-        hidden_size=spec.hidden_size,
-    )

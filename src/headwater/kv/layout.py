@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from headwater.model.spec import ModelSpec
 
 LAYOUT_VERSION = 1
 ALIGNMENT = 4096
@@ -41,6 +45,20 @@ class KvLayout:
     head_dim: int
     num_slots: int
     hidden_size: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, num_blocks: int, block_tokens: int, num_slots: int = 1) -> Self:
+        """The layout of a pool for a model."""
+        return cls(
+            kind=KvKind(spec.kv.kind),
+            num_layers=spec.num_layers,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            num_kv_heads=spec.kv.num_kv_heads,
+            head_dim=spec.kv.head_dim,
+            num_slots=num_slots,
+            hidden_size=spec.hidden_size,
+        )
 
     @property
     def block_shape(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from headwater.errors import SharedMemoryFullError
-from headwater.kv.layout import KvKind, KvLayout
+from headwater.kv.layout import KvLayout
 from headwater.weights.memory import plan_memory
 
 if TYPE_CHECKING:
@@ -51,13 +51,6 @@ def plan_layout(spec: ModelSpec, config: KvConfig) -> KvLayout:
 
 
 def _layout(spec: ModelSpec, config: KvConfig, *, num_blocks: int) -> KvLayout:
-    return KvLayout(
-        kind=KvKind(spec.kv.kind),
-        num_layers=spec.num_layers,
-        num_blocks=num_blocks,
-        block_tokens=config.block_tokens,
-        num_kv_heads=spec.kv.num_kv_heads,
-        head_dim=spec.kv.head_dim,
-        num_slots=config.slots,
-        hidden_size=spec.hidden_size,
+    return KvLayout.of(
+        spec, num_blocks=num_blocks, block_tokens=config.block_tokens, num_slots=config.slots
     )

@@ -181,16 +181,7 @@ def batch_of(spec: ModelSpec, length: int) -> Batch:
 def pages_for(spec: ModelSpec, length: int) -> KvPages:
     """Pages that hold it."""
     return KvPages.allocate(
-        KvLayout(
-            kind=spec.kv.kind,
-            num_layers=spec.num_layers,
-            num_blocks=-(-length // BLOCK_TOKENS),
-            block_tokens=BLOCK_TOKENS,
-            num_kv_heads=spec.kv.num_kv_heads,
-            head_dim=spec.kv.head_dim,
-            num_slots=1,
-            hidden_size=spec.hidden_size,
-        )
+        KvLayout.of(spec, num_blocks=-(-length // BLOCK_TOKENS), block_tokens=BLOCK_TOKENS)
     )
 
 
