@@ -1,11 +1,12 @@
-"""How SMG, the HTTP gateway, is started in front of a router, and how it tells that it is ready.
+"""How SMG, the HTTP gateway, is started in front of routers, and how it tells that it is ready.
 
 Starts no process itself.
 
-SMG is made for fleets. In front of the one router of a node, its means against bad workers do
-harm: while a long prompt is computed it would take a busy router for a hung one, and after a
-restart of an engine it would keep refusing requests. The router does these things itself: it
-queues, refuses and reports.
+SMG is made for fleets. Its means against bad workers do harm here: while a long prompt is computed
+it would take a busy router for a hung one, and after a restart of an engine it would keep refusing
+requests. The router does these things itself: it queues, refuses and reports. What is left to SMG
+where there are several nodes is to send a request to the node that holds its prefix, and one that a
+node refused or lost before its answer began to another node.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import http.client
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from headwater.errors import ConfigError
 
@@ -21,12 +22,20 @@ from headwater.errors import ConfigError
 _NEVER_SECONDS = "86400"
 _PROBE_SECONDS = 2.0
 
+# The router's own queue says what is too much, and its refusal reaches the caller.
+_ONE_NODE = ("--policy", "round_robin", "--disable-retries")
+_SEVERAL_NODES = (
+    *("--policy", "cache_aware"),
+    # Enough tries to reach another node, soon; a refusal by all of them reaches the caller.
+    *("--retry-max-retries", "5", "--retry-max-backoff-ms", "1000"),
+)
+
 
 def gateway_command(
     *,
     listen: str,
     metrics_listen: str,
-    router_address: str,
+    router_addresses: Sequence[str],
     grace_seconds: float = 5.0,
     log_level: str = "warn",
     python: str = sys.executable,
@@ -37,18 +46,17 @@ def gateway_command(
     """
     host, port = _split(listen, "gateway.listen")
     metrics_host, metrics_port = _split(metrics_listen, "gateway.metrics_listen")
-    _split(router_address, "router.listen")
+    for address in router_addresses:
+        _split(address, "router.listen" if len(router_addresses) == 1 else "gateway.routers")
     return [
         *(python, "-m", "smg", "launch"),
         *("--host", host, "--port", port),
         # Left out, these would listen on every interface.
         *("--prometheus-host", metrics_host, "--prometheus-port", metrics_port),
-        *("--worker-urls", f"grpc://{router_address}"),
+        *("--worker-urls", *(f"grpc://{address}" for address in router_addresses)),
         *("--backend", "vllm"),
-        *("--policy", "round_robin"),
+        *(_ONE_NODE if len(router_addresses) == 1 else _SEVERAL_NODES),
         *("--log-level", log_level),
-        # The router's own queue says what is too much, and its refusal reaches the caller.
-        "--disable-retries",
         "--disable-circuit-breaker",
         "--disable-worker-overload-protection",
         *("--worker-wedge-secs", _NEVER_SECONDS),

@@ -1,4 +1,4 @@
-"""SMG in front of a router, for tests."""
+"""SMG in front of routers, for tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.integration.stack import free_port
 
 @contextlib.asynccontextmanager
 async def gateway(
-    port: int, router_port: int, log_dir: Path
+    port: int, router_port: int, log_dir: Path, *more_router_ports: int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A running SMG, killed at the end."""
     command = gateway_command(
         listen=f"127.0.0.1:{port}",
         metrics_listen=f"127.0.0.1:{free_port()}",
-        router_address=f"127.0.0.1:{router_port}",
+        router_addresses=[f"127.0.0.1:{each}" for each in (router_port, *more_router_ports)],
         grace_seconds=1,
     )
     with (log_dir / "gateway.log").open("wb") as log:

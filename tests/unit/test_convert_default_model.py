@@ -69,6 +69,19 @@ def test_a_touched_but_intact_cache_is_kept(tiny_source: Path, tmp_path: Path) -
         assert ensure_default_model(tmp_path / "cache") == folder
 
 
+def test_a_cache_that_may_only_be_read_will_do(
+    tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ensure_default_model(tmp_path / "cache")
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    (tmp_path / "cache" / f".{folder.name}.lock").unlink()
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    # Who runs tests as root may write anywhere.
+    monkeypatch.setattr(default_model.os, "access", lambda path, mode: mode != os.W_OK)
+    assert ensure_default_model(tmp_path / "cache") == folder
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+
+
 def test_a_newer_conversion_replaces_an_older_one(
     tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

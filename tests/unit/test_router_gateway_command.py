@@ -10,13 +10,16 @@ from headwater.errors import ConfigError
 from headwater.gateway import gateway_command, gateway_environment, gateway_not_ready_reason
 
 
-def _command(**options: str) -> list[str]:
-    addresses = {
-        "listen": "127.0.0.1:8000",
-        "metrics_listen": "127.0.0.1:29000",
-        "router_address": "127.0.0.1:50050",
-    }
-    return gateway_command(**{**addresses, **options}, grace_seconds=2.4, python="python3")
+def _command(
+    *routers: str, listen: str = "127.0.0.1:8000", metrics_listen: str = "127.0.0.1:29000"
+) -> list[str]:
+    return gateway_command(
+        listen=listen,
+        metrics_listen=metrics_listen,
+        router_addresses=routers or ["127.0.0.1:50050"],
+        grace_seconds=2.4,
+        python="python3",
+    )
 
 
 def _value(command: list[str], option: str) -> str:
@@ -40,6 +43,24 @@ def test_a_busy_router_is_never_taken_for_a_broken_one() -> None:
     assert int(_value(command, "--worker-wedge-secs")) >= 3600
     assert "--disable-circuit-breaker" in command
     assert "--disable-retries" in command
+
+
+def test_several_nodes_stand_in_for_each_other() -> None:
+    command = _command("node-a:50050", "node-b:50050")
+    first = command.index("--worker-urls") + 1
+    assert command[first : first + 3] == [
+        "grpc://node-a:50050",
+        "grpc://node-b:50050",
+        "--backend",
+    ]
+    assert _value(command, "--policy") == "cache_aware"
+    assert int(_value(command, "--retry-max-retries")) >= 2
+    assert "--disable-retries" not in command
+
+
+def test_an_address_in_a_list_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.routers: expected host:port, got ''"):
+        _command("node-a:50050", "")
 
 
 @pytest.mark.parametrize("address", ["8000", ":8000", "localhost", "localhost:http", ""])

@@ -8,7 +8,7 @@ import sys
 
 def test_router_starts_without_torch() -> None:
     program = (
-        "import sys, headwater.services.router.router\n"
+        "import sys, headwater.services.router.router, headwater.convert.default_model\n"
         "heavy = {'torch', 'safetensors', 'transformers', 'gguf'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )

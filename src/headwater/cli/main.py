@@ -79,7 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     down.add_argument("--release", action="store_true", help="free the weights in memory as well")
 
     serve = command("serve", "serve", "serve", "run one process in the foreground")
-    serve.add_argument("service", choices=("prefill", "decode", "router"))
+    serve.add_argument("service", choices=("prefill", "decode", "router", "gateway"))
+    health = command("health", "health", "health", "tell whether services are ready; 0 or 1")
+    health.add_argument(
+        "services",
+        nargs="*",
+        metavar="SERVICE",
+        help="prefill, decode, router, gateway; without any, those that listen here",
+    )
+    command("model", "model", "model", "make the default model if none is configured; print it")
 
     status = command("status", "status", "status", "show what every process does")
     status.add_argument("--json", action="store_true", help="print JSON")

@@ -1,4 +1,7 @@
-"""Which model is served: the configured folder, or the embedded default, converted when needed."""
+"""Which model is served: the configured folder, or the embedded default, converted when needed.
+
+`headwater model` makes sure that it is there, before services that may only read it start.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,18 @@ from headwater.cli.progress import progress_bar
 from headwater.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
+
     from headwater.config import Config
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+
+
+def model(arguments: argparse.Namespace, config: Config) -> int:  # noqa: ARG001
+    """Prints name and folder. Raises as `with_model` does."""
+    found = with_model(config).model
+    print(f"{found.name}  {found.path}")
+    return 0
 
 
 def with_model(config: Config) -> Config:

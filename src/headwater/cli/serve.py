@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
+from headwater.cli import stack
 from headwater.cli.model import with_model
 from headwater.rpc import process
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 def serve(arguments: argparse.Namespace, config: Config) -> int:
     """Runs until SIGTERM."""
+    if arguments.service == stack.GATEWAY:
+        command = stack.gateway_command_of(config)
+        os.execve(command[0], command, stack.environment_of(stack.GATEWAY))
     if arguments.service != "prefill":
         config = with_model(config)
     service = importlib.import_module(f"headwater.services.{arguments.service}.service")

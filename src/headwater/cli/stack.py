@@ -73,12 +73,18 @@ def only_one(config: Config) -> Iterator[None]:
 def command_of(name: str, config: Config, config_path: Path) -> list[str]:
     """The command line of a process."""
     if name == GATEWAY:
-        return gateway_command(
-            listen=config.gateway.listen,
-            metrics_listen=config.gateway.metrics_listen,
-            router_address=config.router.listen,
-        )
+        return gateway_command_of(config)
     return [sys.executable, "-m", f"headwater.services.{name}", "--config", str(config_path)]
+
+
+def gateway_command_of(config: Config) -> list[str]:
+    """The command line of the gateway."""
+    routers = [address.strip() for address in config.gateway.routers.split(",")]
+    return gateway_command(
+        listen=config.gateway.listen,
+        metrics_listen=config.gateway.metrics_listen,
+        router_addresses=routers if config.gateway.routers else [config.router.listen],
+    )
 
 
 def environment_of(name: str) -> dict[str, str]:

@@ -182,6 +182,11 @@ class GatewayConfig:
         "127.0.0.1:29000", "address of its Prometheus metrics", kind="address"
     )
 
+    routers: str = setting(
+        "",
+        "routers that it spreads requests over, one per node: host:port, ...; empty: the one at "
+        "router.listen",
+    )
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:

