@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headwater.services.decode.scheduler import Work
     from headwater.services.decode.sequence import Sequence
     from headwater.services.decode.step_model import StepModel
+    from headwater.telemetry.rate import BusyRate
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,11 @@ class DecodeEngine:
         running = list(self._scheduler.running)
         pace = self._scheduler.pace
         return pace.step_seconds(running) if running else self._steps.seconds(1, 0)
+
+    @property
+    def reading(self) -> BusyRate:
+        """What steps read of weights and KV, in bytes, against the time they took."""
+        return self._steps.reading
 
     @property
     def batch_limit(self) -> int:

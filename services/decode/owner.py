@@ -18,6 +18,7 @@ from headwater.kv.layout import LAYOUT_VERSION
 from headwater.kv.memory import KvMemory
 from headwater.kv.pool import KvPool
 from headwater.kv.sizing import plan_layout
+from headwater.memory_rate import weights_read_rate
 from headwater.model.spec import ModelSpec
 from headwater.services.decode.grammar import GrammarCompiler
 from headwater.shm import Lifetime, Segment, SegmentKind, reap
@@ -121,6 +122,10 @@ class MemoryOwner:
         lease, copies = ready.pool.fork(epoch, lease_id, prompt_tokens)
         ready.memory.copy(copies)
         return lease
+
+    def read_limit(self) -> float:
+        """Bytes per second of plain reading by the compute threads; zero: cannot be told."""
+        return weights_read_rate(self._workers, self.ready().weights)
 
     def drain(self) -> None:
         """Ends the streams that last for ever; to be called before the server is stopped."""

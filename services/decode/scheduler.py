@@ -105,6 +105,7 @@ class Scheduler:
                 break
             if not sequence.block_ids and not self._refill(sequence):
                 break
+            sequence.stages.note("joined_batch", batch_size=len(self.running) + 1)
             self.running.append(self.waiting.pop(0))
         self.running.sort(key=lambda s: s.order)
 
@@ -139,6 +140,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
+        sequence.stages.note("preempted")
         self._pool.give_up_blocks(sequence.lease)
         sequence.restart([], 0)
         if sequence in self.running:

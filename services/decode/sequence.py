@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headwater.generation import FinishReason, Token, TokenEvent
 from headwater.kv.hashing import block_hashes, chain
+from headwater.telemetry.stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +26,8 @@ class Sequence:
     `tokens` holds both, the prompt's first `num_prompt`; the KV of the first `num_computed` of them
     lies in `block_ids`. `has_hidden` says that prefill left the last token's hidden state in the
     lease's slot. `tpot_seconds` is the wish for time per token; `last_token_at`, a time.monotonic()
-    value, tells whose token is due. `emit` is called from the engine's thread with each event, the
-    last one carrying a finish reason, or with the error that ended the request.
+    value, tells whose token is due. The engine's thread notes `stages` and calls `emit` with each
+    event, the last one carrying a finish reason, or with the error that ended the request.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Sequence:
     has_hidden: bool = False
     is_cancelled: bool = False
     block_ids: list[int] = field(default_factory=list)
+    stages: Stages = field(default_factory=Stages)
     _names: list[bytes] = field(default_factory=list)
 
     @property
@@ -77,6 +79,8 @@ class Sequence:
 
     def computed(self, count: int, pool: KvPool) -> None:
         """Notes that `count` more tokens have KV, and lets others use the blocks that are full."""
+        if count and self.is_in_prompt:
+            self.stages.note("prefill.chunk", chunk_tokens=count)
         self.num_computed += count
         size = self.lease.layout.block_tokens
         while (index := len(self._names)) < self.num_computed // size:
@@ -94,6 +98,8 @@ class Sequence:
 
     def take(self, token: Token) -> TokenEvent:
         """Notes a sampled token and says whether it is the last."""
+        if self.sampler.num_output_tokens == 1:
+            self.stages.note("first_token")
         self.tokens.append(token.id)
         self.has_hidden = False
         self.last_token_at = time.monotonic()

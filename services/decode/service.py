@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from headwater.kernels.start import start_workers
 from headwater.rpc.server import Registration, Server, stop_signal
 from headwater.services.decode.engine import DecodeEngine
+from headwater.services.decode.gauges import observe_decode
 from headwater.services.decode.memory_servicer import MemoryServicer
 from headwater.services.decode.owner import MemoryOwner
 from headwater.services.decode.servicer import DecodeServicer
 from headwater.services.decode.step_model import StepBytes, StepModel
-from headwater.telemetry.metrics import observe
 from headwater.v1 import decode_service_pb2_grpc, memory_service_pb2_grpc
 
 if TYPE_CHECKING:
@@ -68,19 +68,11 @@ async def run(config: Config) -> None:
             max_batch=config.decode.max_batch,
             extend_tokens=config.decode.extend_tokens,
         )
+        # Before the engine's thread has the workers to itself.
+        servicer.read_limit = await asyncio.to_thread(owner.read_limit)
         engine.start(calibrates=True)
         servicer.engine = engine
-        observe(
-            lambda: {
-                "headwater.decode.running_requests": engine.num_running,
-                "headwater.decode.waiting_requests": engine.num_waiting,
-                "headwater.decode.batch_limit": engine.batch_limit,
-                "headwater.decode.step_seconds": engine.step_seconds,
-                "headwater.kv.free_blocks": memory.pool.num_free_blocks,
-                "headwater.kv.quarantined_blocks": memory.pool.num_quarantined_blocks,
-                "headwater.kv.leases": memory.pool.num_leases,
-            }
-        )
+        observe_decode(owner.model_name, engine, memory.pool, servicer.read_limit)
         sweeping = asyncio.create_task(owner.sweep_forever())
         await server.set_ready(True)
         await asyncio.wait((stopping, sweeping), return_when=asyncio.FIRST_COMPLETED)

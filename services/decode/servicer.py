@@ -35,12 +35,16 @@ if TYPE_CHECKING:
 
 
 class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
-    """Serves DecodeService; `engine` is set once the memory is ready."""
+    """Serves DecodeService; `engine` is set once the memory is ready.
+
+    `read_limit` is what the machine's memory gives, in bytes per second; zero: not measured.
+    """
 
     def __init__(self, owner: MemoryOwner) -> None:
         self._owner = owner
         self._started_at = time.monotonic()
         self.engine: DecodeEngine | None = None
+        self.read_limit = 0.0
 
     async def Generate(
         self, request: pb.DecodeServiceGenerateRequest, context: Context
@@ -60,11 +64,15 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
                     memory.grammars.compile, params.constraint, tuple(request.output_token_ids)
                 )
             attributes = {"headwater.request_id": request.request_id, "headwater.isa": isa()}
-            with span("decode", attributes):
-                # Closed before the lease is finished: the engine uses it until then.
-                async with aclosing(self._events(sequence, bridge)) as events:
-                    async for event in events:
-                        yield _event_to_pb(event)
+            with span("decode", attributes) as current:
+                sequence.stages.is_kept = current.is_recording()
+                try:
+                    # Closed before the lease is finished: the engine uses it until then.
+                    async with aclosing(self._events(sequence, bridge)) as events:
+                        async for event in events:
+                            yield _event_to_pb(event)
+                finally:
+                    sequence.stages.write(current)
         finally:
             memory.pool.finish(lease)
 
@@ -104,6 +112,9 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         status.step_seconds = self.engine.step_seconds
         status.batch_limit = self.engine.batch_limit
         status.pending_extend_tokens = self.engine.num_extending_tokens
+        status.dram_bytes = int(self.engine.reading.total)
+        status.dram_bytes_per_second = self.engine.reading.per_second()
+        status.dram_limit_bytes_per_second = self.read_limit
         return status
 
     def _checked_sampling(self, request: pb.DecodeServiceGenerateRequest) -> SamplingParams:

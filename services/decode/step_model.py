@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from headwater.costs import TwoPartFit
 from headwater.model.layer_spec import MoeFfnSpec
+from headwater.telemetry.rate import BusyRate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,11 +77,15 @@ class StepBytes:
 
 
 class StepModel:
-    """Predicts step times; one thread observes, any may ask."""
+    """Predicts step times; one thread observes, any may ask.
+
+    `reading` holds the bytes of the steps against the time they took.
+    """
 
     def __init__(self, step_bytes: StepBytes) -> None:
         self._bytes = step_bytes
         self._fit = TwoPartFit()
+        self.reading = BusyRate()
 
     @property
     def is_known(self) -> bool:
@@ -91,6 +96,7 @@ class StepModel:
         """Notes what a step took."""
         num_bytes = self._bytes.expected(num_tokens, context_tokens)
         self._fit.observe(num_tokens, num_bytes, seconds)
+        self.reading.add(num_bytes, seconds)
 
     def seconds(self, num_tokens: float, context_tokens: float) -> float:
         """What a step would take; zero when nothing is known."""

@@ -28,9 +28,11 @@ from headwater.errors import (
 from headwater.services.prefill.job import PrefillDone
 from headwater.services.prefill.pack import Pack
 from headwater.services.prefill.scheduler import PrefillScheduler
-from headwater.telemetry.rate import RateMeter
+from headwater.telemetry.rate import BusyRate, RateMeter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headwater.model.interface import Model
     from headwater.services.prefill.job import PrefillJob
     from headwater.services.prefill.scheduler import Share
@@ -39,9 +41,19 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillEngine:
-    """`submit` may be called from any thread; a job is cancelled by setting its event."""
+    """`submit` may be called from any thread; a job is cancelled by setting its event.
 
-    def __init__(self, *, chunk_tokens: int, max_waiting: int) -> None:
+    `streamed_bytes` tells how much a GPU was given so far; `streaming` holds that against the time
+    of the passes.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunk_tokens: int,
+        max_waiting: int,
+        streamed_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._max_waiting = max_waiting
         self._scheduler = PrefillScheduler(chunk_tokens)
         self._meter = CostMeter(chunk_tokens)
@@ -50,6 +62,8 @@ class PrefillEngine:
         self._lock = threading.Lock()
         self._is_stopping = False
         self._to_calibrate: Model | None = None
+        self._streamed_bytes = streamed_bytes
+        self.streaming = BusyRate()
         self.num_pending_tokens = 0
         self.num_passes = 0
         self.computed = RateMeter()
@@ -156,7 +170,8 @@ class PrefillEngine:
                 pack.forward_layer(layer)
                 for share in pack.shares:
                     share.job.emit(share.job.progress(share.num_tokens * (layer + 1)))
-            self._commit(pack)
+            seconds = time.monotonic() - began_at
+            self._commit(pack, seconds)
         except HeadwaterError as error:
             self._end_all(shares, error)
             return
@@ -165,15 +180,22 @@ class PrefillEngine:
             self._end_all(shares, InternalError(f"prefill failed by a fault of ours: {failure!r}"))
             return
         if len(pack.shares) == len(shares):
-            self._meter.observe(pack.num_tokens, time.monotonic() - began_at)
+            self._meter.observe(pack.num_tokens, seconds)
 
-    def _commit(self, pack: Pack) -> None:
-        """Notes what a pass computed, and ends the jobs that are done."""
+    def _commit(self, pack: Pack, seconds: float) -> None:
+        """Notes what a pass of `seconds` computed, and ends the jobs that are done."""
         self.num_passes += 1
         self.computed.add(pack.num_tokens)
+        self.streaming.reached(self._streamed_bytes(), seconds)
         for share in pack.shares:
             job = share.job
             job.num_computed += share.num_tokens
+            job.stages.note(
+                "prefill.chunk",
+                chunk_tokens=share.num_tokens,
+                pass_tokens=pack.num_tokens,
+                chunk_seconds=seconds,
+            )
             self._count_pending(-share.num_tokens)
             if job.num_pending == 0:
                 pack.leave_hidden(job)
@@ -189,6 +211,7 @@ class PrefillEngine:
                 self._end(job, error)
                 return False
             job.began_at = time.monotonic()
+            job.stages.note("started", queue_seconds=job.began_at - job.submitted_at)
         return True
 
     def _end_if_over(self, job: PrefillJob) -> bool:

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from headwater.telemetry.stages import Stages
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -39,7 +41,8 @@ class PrefillJob:
 
     `emit` is called from the engine's thread, last with PrefillDone or an error. The KV of the
     first `num_computed` tokens lies in the lease's blocks. `held` holds the slot's writer lock from
-    the first pass on. `submitted_at` and `began_at` are time.monotonic() values.
+    the first pass on; `stages` are noted by the engine's thread. `submitted_at` and `began_at` are
+    time.monotonic() values.
     """
 
     request_id: str
@@ -51,6 +54,7 @@ class PrefillJob:
     priority: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
     held: ExitStack = field(default_factory=ExitStack)
+    stages: Stages = field(default_factory=Stages)
     num_computed: int = 0
     submitted_at: float = 0.0
     began_at: float | None = None

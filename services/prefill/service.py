@@ -25,14 +25,16 @@ async def run(config: Config) -> None:
     models = PromptModels(config.gpu, workers)
     attachment = Attachment(config.prefill.decode_address, models)
     engine = PrefillEngine(
-        chunk_tokens=config.prefill.chunk_tokens, max_waiting=config.prefill.max_waiting
+        chunk_tokens=config.prefill.chunk_tokens,
+        max_waiting=config.prefill.max_waiting,
+        streamed_bytes=lambda: models.streamed_bytes,
     )
     server = Server(
         config.prefill.listen,
         (
             Registration(
                 prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
-                PrefillServicer(attachment, engine),
+                PrefillServicer(attachment, engine, models),
                 "headwater.v1.PrefillService",
             ),
         ),
@@ -40,13 +42,16 @@ async def run(config: Config) -> None:
     await server.start()
     engine.start()
     observe(
-        lambda: {
-            "headwater.prefill.running_requests": engine.num_running,
-            "headwater.prefill.waiting_requests": engine.num_waiting,
-            "headwater.prefill.pending_tokens": engine.num_pending_tokens,
-            "headwater.prefill.prompt_tokens_per_second": engine.computed.per_second(),
-            "headwater.prefill.streamed_bytes": models.streamed_bytes,
-            "headwater.prefill.ring_occupancy": models.ring_occupancy,
+        {
+            "headwater.prefill.running_requests": lambda: engine.num_running,
+            "headwater.prefill.waiting_requests": lambda: engine.num_waiting,
+            "headwater.prefill.pending_tokens": lambda: engine.num_pending_tokens,
+            "headwater.prefill.computed_tokens": lambda: engine.computed.total,
+            "headwater.prefill.passes": lambda: engine.num_passes,
+            "headwater.prefill.busy_time": lambda: engine.streaming.busy_seconds,
+            "headwater.h2d.copied": lambda: engine.streaming.total,
+            "headwater.h2d.rate": engine.streaming.per_second,
+            "headwater.ring.occupancy": lambda: models.ring_occupancy,
         }
     )
     attaching = asyncio.create_task(attachment.attach_weights())

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from headwater.rpc.interceptor import Context
     from headwater.services.prefill.attachment import Attachment
     from headwater.services.prefill.engine import PrefillEngine
+    from headwater.services.prefill.models import PromptModels
 
 
 class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
     """Serves PrefillService."""
 
-    def __init__(self, attachment: Attachment, engine: PrefillEngine) -> None:
+    def __init__(self, attachment: Attachment, engine: PrefillEngine, models: PromptModels) -> None:
         self._attachment = attachment
         self._engine = engine
+        self._models = models
         self._started_at = time.monotonic()
 
     async def Prefill(
@@ -59,7 +61,8 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             "headwater.prompt_tokens": len(token_ids),
             "headwater.isa": isa(),
         }
-        with span("prefill", attributes):
+        with span("prefill", attributes) as current:
+            job.stages.is_kept = current.is_recording()
             self._engine.submit(job)
             try:
                 while isinstance(event := await bridge.next(), PrefillProgress):
@@ -67,6 +70,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 yield _done_to_pb(event)
             finally:
                 job.cancelled.set()
+                job.stages.write(current)
 
     async def GetStatus(
         self, request: pb.GetPrefillStatusRequest, context: Context
@@ -83,6 +87,9 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             costs=pass_costs_to_pb(self._engine.costs),
             pending_tokens=self._engine.num_pending_tokens,
             passes=self._engine.num_passes,
+            h2d_bytes=int(self._engine.streaming.total),
+            h2d_bytes_per_second=self._engine.streaming.per_second(),
+            ring_occupancy=self._models.ring_occupancy,
         )
         if self._attachment.store is not None:
             status.weights.CopyFrom(segment_handle_to_pb(self._attachment.store.handle))

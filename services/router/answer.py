@@ -70,13 +70,14 @@ class Stopwatch:
         """The prompt is computed."""
         self._prefilled = self._prefilled or time.monotonic()
 
-    def token(self) -> None:
-        """A token has come."""
+    def token(self) -> float:
+        """A token has come; returns when, a time.monotonic() value."""
         self._last_token = time.monotonic()
         if self._first_token is None:
             self._first_token = self._last_token
             # Where decode computes the prompt there is no hand-over.
             self.prefilled()
+        return self._last_token
 
     def queue_seconds(self) -> float:
         """Time from arrival to admission."""
@@ -86,6 +87,10 @@ class Stopwatch:
         """Time since admission."""
         return _between(self._admitted, time.monotonic())
 
+    def total_seconds(self) -> float:
+        """Time since arrival."""
+        return time.monotonic() - self.arrived
+
     def timings(self) -> Timings:
         """Durations up to now; zero for a stage not reached."""
         return Timings(
@@ -94,7 +99,7 @@ class Stopwatch:
             handover_seconds=_between(self._prefilled, self._first_token),
             decode_seconds=_between(self._first_token, self._last_token),
             time_to_first_token_seconds=_between(self.arrived, self._first_token),
-            total_seconds=time.monotonic() - self.arrived,
+            total_seconds=self.total_seconds(),
         )
 
 

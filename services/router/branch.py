@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headwater.services.router.engines import Lease
     from headwater.services.router.preparation import Preparation
     from headwater.services.router.recovery import Recovery
+    from headwater.telemetry.metrics import RequestMetrics
 
 
 class Branch:
@@ -32,6 +33,7 @@ class Branch:
         index: int,
         lease: Lease,
         answer: Answer,
+        metrics: RequestMetrics,
         sampling: SamplingParams,
         preparation: Preparation,
         recovery: Recovery,
@@ -41,6 +43,8 @@ class Branch:
         self._lease: Lease | None = lease
         self._cached_tokens = lease.cached_tokens
         self._answer = answer
+        self._metrics = metrics
+        self._last_token_at: float | None = None
         self._sampling = sampling
         self._preparation = preparation
         self._recovery = recovery
@@ -69,7 +73,7 @@ class Branch:
             ) as steps:
                 async for step in steps:
                     self._recovery.progressed()
-                    self._watch.token()
+                    self._token_came(self._watch.token())
                     self._output.extend(token.id for token in step.tokens)
                     event = dataclasses.replace(self._answer.take(step), index=self._index)
                     if event.finish_reason is not None:
@@ -88,3 +92,8 @@ class Branch:
             self._preparation.num_prompt_tokens, self._answer.num_tokens, self._cached_tokens
         )
         yield dataclasses.replace(last, usage=usage, timings=self._watch.timings())
+
+    def _token_came(self, now: float) -> None:
+        if self._last_token_at is not None:
+            self._metrics.token_gap(now - self._last_token_at)
+        self._last_token_at = now

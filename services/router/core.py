@@ -22,10 +22,13 @@ from headwater.services.router.branch import Branch
 from headwater.services.router.leases import LeaseKeeper
 from headwater.services.router.merge import merge
 from headwater.services.router.preparation import Background, Preparation
+from headwater.services.router.recent import RecentAnswers
 from headwater.services.router.recovery import Recovery
+from headwater.services.router.requests import operation_of
 from headwater.services.router.shedding import Shedding
-from headwater.telemetry.metrics import record_request
+from headwater.telemetry.metrics import RequestMetrics
 from headwater.telemetry.rate import RateMeter
+from headwater.telemetry.request_span import RequestSpan
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -64,6 +67,7 @@ class RouterCore:
         shed_factor: float = 0.0,
         max_wait_seconds: float = MAX_WAIT_SECONDS,
         recovery_seconds: float = 0.0,
+        records_content: bool = False,
     ) -> None:
         self.model = model
         self.prefill = prefill
@@ -76,6 +80,9 @@ class RouterCore:
         self._shedding = Shedding(outlook, self.admission, shed_factor)
         self.num_finished = 0
         self.generated_tokens = RateMeter()
+        self.recent = RecentAnswers()
+        self._metrics = RequestMetrics(model.name)
+        self._records_content = records_content
         self._leases = LeaseKeeper(decode)
         self._switches: defaultdict[str, set[AbortSwitch]] = defaultdict(set)
         self._background = Background()
@@ -100,11 +107,17 @@ class RouterCore:
         """
         switch = AbortSwitch()
         self._switches[request.request_id].add(switch)
+        span = RequestSpan(records_content=self._records_content)
+        watch = Stopwatch()
         try:
-            async with aclosing(self._run(request, deadline)) as events:
+            async with aclosing(self._run(request, deadline, span, watch)) as events:
                 while event := await switch.guard(partial(anext, events, None)):
                     yield event
+        except BaseException as failure:
+            self._metrics.failed(operation_of(request.prompt), failure, watch.total_seconds())
+            raise
         finally:
+            span.close(self.model.text_of_ids)
             self.num_finished += 1
             self._forget(request.request_id, switch)
 
@@ -126,15 +139,21 @@ class RouterCore:
         await self._background.stop()
 
     async def _run(
-        self, request: RouterRequest, deadline: float | None
+        self,
+        request: RouterRequest,
+        deadline: float | None,
+        span: RequestSpan,
+        watch: Stopwatch,
     ) -> AsyncGenerator[TextEvent, None]:
-        watch = Stopwatch()
         asked = self.objectives.of(request.objective_class)
         self._check_engines()
         prompt = await self.model.encode(request.prompt)
         sampling = _with_seed(self.model.fit(len(prompt), request.sampling))
+        self._describe(span, request, prompt, sampling)
         preparation = self._preparation(request, prompt, sampling, asked.objective, deadline)
+        span.event("queued", waiting_requests=self.admission.num_waiting)
         lease, expectation = await self._admitted(preparation, asked, watch)
+        span.event("reserved", cached_tokens=lease.cached_tokens, lease_id=lease.id)
         first_token = ExitStack()
         try:
             first_token.enter_context(
@@ -150,6 +169,9 @@ class RouterCore:
                         lease = step
             if lease.prefilled_tokens:
                 watch.prefilled()
+                span.event("handed_over", prefilled_tokens=lease.prefilled_tokens)
+            else:
+                span.event("left_to_decode")
             leases = [lease, *await preparation.forks(lease, request.n - 1)]
             branches = [
                 self._branch(i, each, request, sampling, preparation, watch)
@@ -161,8 +183,9 @@ class RouterCore:
                     if is_first:
                         expectation.met(watch.held_seconds())
                         first_token.close()
+                        span.event("first_token")
                         is_first = False
-                    self._count(event, asked)
+                    self._count(event, asked, request, span)
                     yield event
         finally:
             first_token.close()
@@ -231,6 +254,7 @@ class RouterCore:
             index,
             lease,
             Answer(request, self.model.tokenizer),
+            self._metrics,
             dataclasses.replace(sampling, seed=seed),
             preparation,
             self._recovery(request, preparation.deadline),
@@ -240,10 +264,31 @@ class RouterCore:
     def _recovery(self, request: RouterRequest, deadline: float | None) -> Recovery:
         return Recovery(request.request_id, self.engines, self._recovery_seconds, deadline)
 
-    def _count(self, event: TextEvent, asked: Attainment) -> None:
+    def _describe(
+        self,
+        span: RequestSpan,
+        request: RouterRequest,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+    ) -> None:
+        operation = operation_of(request.prompt)
+        span.asked(request.request_id, operation, self.model.name, sampling, request.n)
+        span.event("tokenized", prompt_tokens=len(prompt))
+        if span.records_content:
+            span.prompt(self.model.readable(request.prompt))
+
+    def _count(
+        self, event: TextEvent, asked: Attainment, request: RouterRequest, span: RequestSpan
+    ) -> None:
         self.generated_tokens.add(len(event.tokens))
-        if event.usage is not None and event.timings is not None:
-            record_request(self.model.name, event.usage, event.timings)
+        self._metrics.sent(len(event.tokens))
+        if span.records_content:
+            span.tokens(event.index, [token.id for token in event.tokens])
+        if event.finish_reason is not None and event.usage is not None and event.timings:
+            operation = operation_of(request.prompt)
+            self._metrics.answered(operation, event.finish_reason, event.usage, event.timings)
+            span.answered(event.index, event.finish_reason, event.usage, event.timings)
+            self.recent.add(event.usage, event.timings)
             asked.finished(event.usage, event.timings)
 
     def _check_engines(self) -> None:

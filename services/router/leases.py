@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -39,7 +40,10 @@ class LeaseKeeper:
         key = (lease.epoch, lease.id)
         self._leases[key] = lease
         if self._beating is None or self._beating.done():
-            self._beating = asyncio.create_task(self._beat(), name="lease heartbeats")
+            # It outlives this request, so it must not be a part of its trace.
+            self._beating = asyncio.create_task(
+                self._beat(), name="lease heartbeats", context=contextvars.Context()
+            )
         try:
             yield
         finally:

@@ -7,7 +7,10 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from opentelemetry import trace
+
 from headwater.errors import UnavailableError
+from headwater.telemetry.metrics import record_recovery
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +50,8 @@ class Recovery:
         if now >= limit:
             raise lost
         logger.warning("request %s waits to go on: %s", self._request_id, lost)
+        record_recovery()
+        trace.get_current_span().add_event("engine_lost")
         await asyncio.sleep(_SETTLE_SECONDS)
         while not all(engine.is_serving for engine in self._engines):
             if time.monotonic() >= limit:

@@ -35,6 +35,14 @@ class TokenPrompt:
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
+def operation_of(prompt: Prompt) -> str:
+    """The prompt's kind, as gen_ai.operation.name has it.
+
+    Conversations that came through the gateway are tokens by now.
+    """
+    return "chat" if isinstance(prompt, ChatPrompt) else "text_completion"
+
+
 def new_request_id() -> str:
     """A name that no other request has."""
     return uuid.uuid4().hex

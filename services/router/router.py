@@ -92,6 +92,7 @@ def build_router(
     recovery_seconds: float = 0.0,
     prompt_path: str = "auto",
     objectives: ObjectivesConfig | None = None,
+    records_content: bool = False,
 ) -> Router:
     """A router for the model in `model_dir`; to be called in a running event loop.
 
@@ -112,5 +113,6 @@ def build_router(
         objectives=Objectives(objectives.classes, objectives.default_class),
         outlook=Outlook(None if prompt_path == "auto" else PromptPath(prompt_path)),
         shed_factor=objectives.shed_factor,
+        records_content=records_content,
     )
     return Router(core, prefill, decode)

@@ -13,9 +13,11 @@ from headwater.generation import SamplingParams, check_token_id
 from headwater.model.spec import ModelSpec
 from headwater.services.router.requests import ChatPrompt, Prompt, TextPrompt
 from headwater.services.router.text.chat_template import ChatTemplate
+from headwater.services.router.text.detokenizer import Detokenizer
 from headwater.services.router.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 CONFIG_FILE = "config.json"
@@ -81,6 +83,18 @@ class ServedModel:
         for position, token_id in enumerate(prompt.ids):
             check_token_id(f"token_ids.ids[{position}]", token_id, self.vocab_size)
         return prompt.ids
+
+    def readable(self, prompt: Prompt) -> tuple[tuple[str, str], ...]:
+        """The prompt as (role, text) pairs, for traces that are to hold it."""
+        if isinstance(prompt, ChatPrompt):
+            return prompt.turns
+        text = prompt.text if isinstance(prompt, TextPrompt) else self.text_of_ids(prompt.ids)
+        return (("user", text),)
+
+    def text_of_ids(self, token_ids: Iterable[int]) -> str:
+        """What tokens say, special ones included."""
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=False)
+        return "".join(map(detokenizer.push, token_ids))
 
     def fit(self, num_prompt_tokens: int, sampling: SamplingParams) -> SamplingParams:
         """Checks the request against the model's limits; fills in `max_tokens` where absent.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.rpc.server import Server, stop_signal
+from headwater.services.router.gauges import observe_router
 from headwater.services.router.router import build_router
 
 if TYPE_CHECKING:
@@ -27,10 +28,12 @@ async def run(config: Config) -> None:
         recovery_seconds=config.router.recovery_seconds,
         prompt_path=config.router.prompt_path,
         objectives=config.objectives,
+        records_content=config.telemetry.record_content,
     )
     server = Server(config.router.listen, router.registrations)
     await server.start()
     router.start()
+    observe_router(router.core)
     reporting = asyncio.create_task(router.report_readiness(server.set_ready))
     try:
         await stop.wait()

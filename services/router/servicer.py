@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headwater.rpc.interceptor import Context
     from headwater.services.router.core import RouterCore
     from headwater.services.router.objectives import Attainment
+    from headwater.services.router.recent import RecentAnswers
 
 # Metadata by which any call, of either service, names its class of objectives.
 OBJECTIVE_CLASS_KEY = "headwater-objective-class"
@@ -92,6 +93,7 @@ class RouterServicer(router_service_pb2_grpc.RouterServiceServicer):
             prefilled_requests=core.outlook.num_chosen[PromptPath.PREFILL],
             extended_requests=core.outlook.num_chosen[PromptPath.EXTEND],
             predicted_ttft_seconds=core.predicted_ttft_seconds(1),
+            recent=_recent_to_pb(core.recent),
         )
 
 
@@ -109,6 +111,21 @@ def objective_class_of(context: Context) -> str:
         if key == OBJECTIVE_CLASS_KEY and isinstance(value, str):
             return value
     return ""
+
+
+def _recent_to_pb(recent: RecentAnswers) -> pb.RecentLatencies | None:
+    if not len(recent):
+        return None
+    ttft, tpot, queue = recent.ttft, recent.tpot, recent.queue
+    return pb.RecentLatencies(
+        answers=len(recent),
+        ttft_p50_seconds=ttft.p50,
+        ttft_p95_seconds=ttft.p95,
+        tpot_p50_seconds=tpot.p50,
+        tpot_p95_seconds=tpot.p95,
+        queue_p50_seconds=queue.p50,
+        queue_p95_seconds=queue.p95,
+    )
 
 
 def _attainment_to_pb(attainment: Attainment) -> pb.ObjectiveAttainment:

@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING
 from headwater.cli import stack
 from headwater.cli.pulse import Pulse
 from headwater.config import load_config
-from headwater.telemetry.setup import configure_logging
+from headwater.telemetry.logs import configure_logging
+from headwater.telemetry.metrics import observe
+from headwater.telemetry.setup import telemetry
 
 if TYPE_CHECKING:
     from headwater.cli.processes import ManagedProcess
     from headwater.config import Config
+    from headwater.telemetry.metrics import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +92,20 @@ class Supervisor:
             elif now >= self._restarts[name].next_start:
                 self._start(name, process)
 
+    def observe(self) -> None:
+        """Exports restarts, and who runs."""
+
+        def restarts() -> Reading:
+            return [(found.count, {"process": name}) for name, found in self._restarts.items()]
+
+        def up() -> Reading:
+            return [
+                (int(member.pid() is not None), {"process": name})
+                for name, member in self._members.items()
+            ]
+
+        observe({"headwater.supervisor.restarts": restarts, "headwater.supervisor.process_up": up})
+
     def _check_pulse(self, name: str, process: ManagedProcess) -> None:
         pulse = self._pulses.get(name)
         if pulse is None:
@@ -136,12 +153,14 @@ def main() -> None:
     parser.add_argument("--config", type=Path, required=True)
     config_path = parser.parse_args().config
     config = load_config(config_file=str(config_path), environ={})
-    configure_logging(config.telemetry)
+    configure_logging("supervisor", config.telemetry)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     supervisor = Supervisor(config, config_path)
-    while not stop.wait(CHECK_SECONDS):
-        supervisor.check(time.time())
+    with telemetry("supervisor", config.telemetry):
+        supervisor.observe()
+        while not stop.wait(CHECK_SECONDS):
+            supervisor.check(time.time())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 The section and field names are the keys of the TOML file; see headwater.config.sources for where
 values come from. A field's metadata holds `help` and, for checks, `low`, `high`, `choices` or
-`kind` ("address": host:port; "objectives": see headwater.objectives).
+`kind` ("address": host:port; "optional_address": that, or empty; "objectives": see
+headwater.objectives).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
-    """The GPU through which prefill streams the weights."""
+    """The GPU through which prefill streams the weights, and on which decode keeps a part."""
 
     prefill: Literal["auto", "on", "off"] = setting(
         "auto",
@@ -105,9 +106,25 @@ class GpuConfig:
         "all, or off",
         choices=("auto", "on", "off"),
     )
+    decode: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "whether a GPU computes everything of an answer but the routed experts: auto where there "
+        "is one that will do, on or not at all, or off",
+        choices=("auto", "on", "off"),
+    )
     device: int = setting(0, "number of the CUDA device", low=0, high=63)
     vram_gib: float = setting(
-        0.0, "device memory to use, in GiB; 0: all that is free", low=0.0, high=10_000.0
+        0.0,
+        "device memory that prefill uses, in GiB; 0: all that is free, decode's taken off",
+        low=0.0,
+        high=10_000.0,
+    )
+    decode_vram_gib: float = setting(
+        0.0,
+        "device memory that decode uses, in GiB; 0: what it needs, but no more than two thirds of "
+        "what is free, or all of it when gpu.prefill is off",
+        low=0.0,
+        high=10_000.0,
     )
     sweep_tokens: int = setting(
         65536,
@@ -181,21 +198,38 @@ class GatewayConfig:
     metrics_listen: str = setting(
         "127.0.0.1:29000", "address of its Prometheus metrics", kind="address"
     )
-
     routers: str = setting(
         "",
         "routers that it spreads requests over, one per node: host:port, ...; empty: the one at "
         "router.listen",
     )
 
+
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
     """Traces, metrics and logs."""
 
     otlp_endpoint: str = setting(
-        "", "OTLP gRPC endpoint, such as http://127.0.0.1:4317; empty: no telemetry"
+        "", "OTLP gRPC endpoint for traces and metrics, such as http://127.0.0.1:4317; empty: none"
     )
-    trace_ratio: float = setting(1.0, "share of requests that are traced", low=0.0, high=1.0)
+    trace_ratio: float = setting(
+        1.0,
+        "share of requests that are traced, of those whose caller has not decided it",
+        low=0.0,
+        high=1.0,
+    )
+    record_content: bool = setting(
+        False, "whether spans hold prompts and answers; nothing else ever does"
+    )
+    prometheus_listen: str = setting(
+        "",
+        "where Prometheus scrapes the router, such as 127.0.0.1:9464; prefill, decode and the "
+        "supervisor take the three ports after it; empty: nowhere",
+        kind="optional_address",
+    )
+    log_format: Literal["human", "json"] = setting(
+        "human", "how log lines look", choices=("human", "json")
+    )
     log_level: str = setting(
         "info", "least severity logged", choices=("debug", "info", "warning", "error")
     )

@@ -140,7 +140,7 @@ def _checked(where: str, field: Field[Any], value: Any) -> Any:
             f"{where}: must be between {limits['low']} and {limits['high']}, got {value!r}"
         )
     kind = limits.get("kind")
-    if kind == "address":
+    if kind == "address" or (kind == "optional_address" and value):
         _check_address(where, value)
     if kind == "objectives":
         _check_objectives(where, value)

@@ -6,6 +6,7 @@ fault of ours: it is logged with its traceback and becomes INTERNAL.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from contextlib import aclosing
@@ -16,15 +17,20 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from headwater.errors import HeadwaterError, InternalError, InvalidRequestError
-from headwater.telemetry.tracing import server_span
-from headwater.wire.status import status_of
+from headwater.telemetry.tracing import failed, server_span
+from headwater.wire.status import code_of, status_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
 
+    from opentelemetry.trace import Span
+
     from headwater.rpc.calls import RunningCalls
 
 logger = logging.getLogger(__name__)
+
+# Of the caller; our own servers answer nobody then.
+_CANCELLED = grpc.StatusCode.CANCELLED.value[0]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -84,14 +90,17 @@ def _wrap_unary(
     method: str, behavior: Callable[[Any, Context], Awaitable[Any]], calls: RunningCalls
 ) -> Any:
     async def handle(request: Any, context: Context) -> Any:
-        with server_span(method, context.invocation_metadata()):
+        with server_span(method, context.invocation_metadata()) as span:
             try:
                 with calls.one():
                     if isinstance(request, _Malformed):
                         raise request.error()
                     return await behavior(request, context)
+            except asyncio.CancelledError as gone:
+                failed(span, gone, _CANCELLED)
+                raise
             except Exception as failure:
-                await _abort(method, context, failure)
+                await _abort(method, context, failure, span)
 
     return handle
 
@@ -102,7 +111,7 @@ def _wrap_stream(
     # A coroutine that writes: a generator that gRPC abandons at a cancellation would be closed
     # late, and in another context.
     async def handle(request: Any, context: Context) -> None:
-        with server_span(method, context.invocation_metadata()):
+        with server_span(method, context.invocation_metadata()) as span:
             try:
                 with calls.one():
                     if isinstance(request, _Malformed):
@@ -110,18 +119,28 @@ def _wrap_stream(
                     async with aclosing(behavior(request, context)) as responses:
                         async for response in responses:
                             await context.write(response)
+            except asyncio.CancelledError as gone:
+                failed(span, gone, _CANCELLED)
+                raise
             except Exception as failure:
-                await _abort(method, context, failure)
+                await _abort(method, context, failure, span)
 
     return handle
 
 
-async def _abort(method: str, context: Context, failure: Exception) -> None:
+async def _abort(method: str, context: Context, failure: Exception, span: Span) -> None:
     if isinstance(failure, grpc.aio.AbortError):
+        failed(span, failure, _number_of(context.code()))
         raise failure
     if not isinstance(failure, HeadwaterError):
         logger.error("%s failed", method, exc_info=failure)
         failure = InternalError(f"{method} failed by a fault of ours: {failure!r}; see the log")
+    failed(span, failure, code_of(failure).value[0])
     # A caller that goes away while the status is on its way needs none.
     with contextlib.suppress(grpc.aio.InternalError):
         await context.abort_with_status(rpc_status.to_status(status_of(failure)))
+
+
+def _number_of(code: grpc.StatusCode | int) -> int:
+    """gRPC says StatusCode and, once a call is aborted, gives a number."""
+    return code if isinstance(code, int) else int(code.value[0])

@@ -12,17 +12,19 @@ import uvloop
 
 from headwater.config import load_config
 from headwater.errors import HeadwaterError
-from headwater.telemetry.setup import configure_logging, telemetry
+from headwater.telemetry.logs import configure_logging
+from headwater.telemetry.setup import telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from headwater.config import Config
+    from headwater.telemetry.catalogue import Process
 
 logger = logging.getLogger(__name__)
 
 
-def main(name: str, run: Callable[[Config], Awaitable[None]]) -> None:
+def main(name: Process, run: Callable[[Config], Awaitable[None]]) -> None:
     """Runs a service until it ends; exits with 1 and one clear line when it cannot."""
     parser = argparse.ArgumentParser(prog=f"python -m headwater.services.{name}")
     parser.add_argument("--config", help="TOML file with settings")
@@ -37,10 +39,10 @@ def main(name: str, run: Callable[[Config], Awaitable[None]]) -> None:
         sys.exit(f"headwater {name}: {error}")
 
 
-def serve(name: str, run: Callable[[Config], Awaitable[None]], config: Config) -> None:
+def serve(name: Process, run: Callable[[Config], Awaitable[None]], config: Config) -> None:
     """Runs a service with logging and telemetry. Raises HeadwaterError when it cannot start."""
-    configure_logging(config.telemetry)
-    with telemetry(f"headwater-{name}", config.telemetry):
+    configure_logging(name, config.telemetry)
+    with telemetry(name, config.telemetry):
         uvloop.run(_as_coroutine(run, config))
 
 

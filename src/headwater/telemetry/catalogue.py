@@ -244,13 +244,6 @@ _REQUESTS = (
         ("router",),
         ("engine",),
     ),
-    Metric(
-        "headwater.router.predicted_ttft",
-        "gauge",
-        "s",
-        "When a short request that came now would have its first token",
-        ("router",),
-    ),
 )
 
 _OBJECTIVES = (
@@ -536,6 +529,5 @@ _EVERYWHERE = (
 )
 
 METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (*_REQUESTS, *_OBJECTIVES, *_PREFILL, *_DECODE, *_EVERYWHERE)
+    metric.name: metric for metric in (*_REQUESTS, *_OBJECTIVES, *_PREFILL, *_DECODE, *_EVERYWHERE)
 }

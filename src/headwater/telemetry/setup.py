@@ -1,65 +1,90 @@
-"""Turns OpenTelemetry on when an endpoint is configured, and sets up logging.
+"""Turns telemetry on for a process, as the settings say.
 
-Without an endpoint nothing of the SDK is imported and every span and metric is a no-op.
+Without an OTLP endpoint and without a Prometheus address nothing of the SDK is imported, and every
+span and metric is a no-op.
 """
 
 from __future__ import annotations
 
-import logging
-from contextlib import contextmanager
+import threading
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from opentelemetry.sdk.metrics.export import MetricReader
+    from opentelemetry.sdk.resources import Resource
+
     from headwater.config import TelemetryConfig
-
-
-def configure_logging(config: TelemetryConfig) -> None:
-    """Logs to standard error, a line per record."""
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+    from headwater.telemetry.catalogue import Process
 
 
 @contextmanager
-def telemetry(service_name: str, config: TelemetryConfig) -> Iterator[None]:
-    """Exports traces and metrics over OTLP while the block runs, and flushes them at its end."""
-    if not config.otlp_endpoint:
+def telemetry(service: Process, config: TelemetryConfig) -> Iterator[None]:
+    """Exports traces and metrics of `service` while the block runs, and flushes them at its end.
+
+    Raises ConfigError when the Prometheus address cannot be bound.
+    """
+    if not (config.otlp_endpoint or config.prometheus_listen):
         yield
         return
-    from opentelemetry import metrics, trace
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-    resource = Resource.create({"service.name": service_name})
-    is_insecure = not config.otlp_endpoint.startswith("https://")
-    tracer_provider = TracerProvider(
-        resource=resource, sampler=ParentBased(TraceIdRatioBased(config.trace_ratio))
+    resource = Resource.create(
+        {"service.name": f"headwater-{service}", "service.version": version("headwater")}
     )
-    tracer_provider.add_span_processor(
-        BatchSpanProcessor(
-            OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=is_insecure),
-            schedule_delay_millis=1000,
-        )
-    )
-    reader = PeriodicExportingMetricReader(
-        OTLPMetricExporter(endpoint=config.otlp_endpoint, insecure=is_insecure),
-        export_interval_millis=10_000,
-    )
-    meter_provider = MeterProvider(resource=resource, metric_readers=[reader])
-    trace.set_tracer_provider(tracer_provider)
-    metrics.set_meter_provider(meter_provider)
-    try:
+    with ExitStack() as stack:
+        if config.otlp_endpoint:
+            _export_traces(config, resource, stack)
+        _export_metrics(service, config, resource, stack)
         yield
-    finally:
-        tracer_provider.shutdown()
-        meter_provider.shutdown()
+
+
+def _export_traces(config: TelemetryConfig, resource: Resource, stack: ExitStack) -> None:
+    from opentelemetry import trace
+
+    from headwater.telemetry.otlp import tracer_provider
+
+    provider = tracer_provider(config.otlp_endpoint, config.trace_ratio, resource)
+    trace.set_tracer_provider(provider)
+    stack.callback(provider.shutdown)
+
+
+def _export_metrics(
+    service: Process, config: TelemetryConfig, resource: Resource, stack: ExitStack
+) -> None:
+    from opentelemetry import metrics
+    from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    from headwater.telemetry.exposition import render
+    from headwater.telemetry.process_facts import observe_process
+    from headwater.telemetry.scrape import scrape_address, scrape_endpoint
+
+    readers: list[MetricReader] = []
+    if config.otlp_endpoint:
+        from headwater.telemetry.otlp import metric_reader
+
+        readers.append(metric_reader(config.otlp_endpoint))
+    scraped = InMemoryMetricReader()
+    if config.prometheus_listen:
+        readers.append(scraped)
+    # Exemplars would double what a value costs, and there is one per token.
+    provider = MeterProvider(
+        metric_readers=readers, resource=resource, exemplar_filter=AlwaysOffExemplarFilter()
+    )
+    metrics.set_meter_provider(provider)
+    stack.callback(provider.shutdown)
+    observe_process(service)
+    if config.prometheus_listen:
+        lock = threading.Lock()
+
+        def read() -> str:
+            # Two scrapes at once would share one collection between them.
+            with lock:
+                return render(scraped.get_metrics_data())
+
+        address = scrape_address(config.prometheus_listen, service)
+        stack.enter_context(scrape_endpoint(address, read))

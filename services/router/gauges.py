@@ -1,0 +1,36 @@
+"""What the router shows of itself while it runs: see headwater.telemetry.catalogue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headwater.telemetry.metrics import observe
+
+if TYPE_CHECKING:
+    from headwater.services.router.core import RouterCore
+    from headwater.telemetry.metrics import Reading
+
+
+def observe_router(core: RouterCore) -> None:
+    """Exports the line, the engines' health and the choice of paths."""
+
+    def engines_up() -> Reading:
+        return [(int(engine.is_serving), {"engine": engine.name}) for engine in core.engines]
+
+    def prompts() -> Reading:
+        # A copy, since the event loop counts meanwhile.
+        return [(n, {"path": path.value}) for path, n in list(core.outlook.num_chosen.items())]
+
+    observe(
+        {
+            "vllm:num_requests_running": lambda: core.admission.num_running,
+            "vllm:num_requests_waiting": lambda: core.admission.num_waiting,
+        },
+        {"model_name": core.model.name},
+    )
+    observe(
+        {
+            "headwater.router.prompts": prompts,
+            "headwater.router.engine_up": engines_up,
+        }
+    )
