@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headwater.calibration import PROMPT_SIZES, STEP_SIZES, calibrate
+from headwater.calibration import PROMPT_SIZES, STEP_SIZES, calibrate, calibrate_steps
 from headwater.costs import CostMeter
 from headwater.errors import InternalError, UnavailableError
 from headwater.generation import FinishReason, TokenEvent
@@ -216,7 +216,11 @@ class DecodeEngine:
         for item in work:
             start = item.sequence.num_computed
             token_ids = item.sequence.tokens[start : start + item.num_tokens]
-            chunks.append(SequenceChunk(token_ids, start, item.sequence.block_ids))
+            chunks.append(
+                SequenceChunk(
+                    token_ids, start, item.sequence.block_ids, item.sequence.lease.lease_id
+                )
+            )
         batch = Batch.build(chunks, self._memory.layout.block_tokens)
         rows = model.forward(batch, self._memory.pages)[batch.last_rows]
         return {id(item.sequence): row for item, row in zip(work, rows, strict=True)}
@@ -256,7 +260,7 @@ class DecodeEngine:
         def has_work() -> bool:
             return not self._inbox.empty()
 
-        calibrate(self._model, STEP_SIZES, observe_step, has_work)
+        calibrate_steps(self._model, STEP_SIZES, observe_step, has_work)
         calibrate(self._prompt_model, PROMPT_SIZES, self._extend_meter.observe, has_work)
 
     def _drop_cancelled(self) -> None:

@@ -21,6 +21,7 @@ from headwater.kv.sizing import plan_layout
 from headwater.memory_rate import weights_read_rate
 from headwater.model.spec import ModelSpec
 from headwater.services.decode.grammar import GrammarCompiler
+from headwater.services.decode.models import answer_model
 from headwater.shm import Lifetime, Segment, SegmentKind, reap
 from headwater.weights.loader import load_weights
 from headwater.weights.placement import memory_nodes
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from headwater.config import KvConfig
+    from headwater.config import GpuConfig, KvConfig
     from headwater.kernels import WorkerPool
     from headwater.kv.lease import KvLease
+    from headwater.model.interface import Model
     from headwater.weights.store import WeightsStore
 
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class ReadyMemory:
 
     spec: ModelSpec
     weights: WeightsStore
-    model: NativeTransformer
+    model: Model
     prompt_model: NativeTransformer
     pool: KvPool
     memory: KvMemory
@@ -69,6 +71,8 @@ class MemoryOwner:
         threads: int,
         shards: int,
         kv: KvConfig,
+        gpu: GpuConfig,
+        max_batch: int,
         workers: WorkerPool,
     ) -> None:
         self.model_name = model_name
@@ -77,6 +81,8 @@ class MemoryOwner:
         self._threads = threads
         self._shards = shards
         self._kv = kv
+        self._gpu = gpu
+        self._max_batch = max_batch
         self._workers = workers
         self._progress = (0, 0)
         self._ready: ReadyMemory | None = None
@@ -93,7 +99,10 @@ class MemoryOwner:
         return self._ready
 
     async def load(self) -> ReadyMemory:
-        """Raises CheckpointError, SegmentError or SharedMemoryFullError."""
+        """Raises CheckpointError, SegmentError or SharedMemoryFullError.
+
+        With gpu.decode = on also ConfigError or ResourceError, when no GPU will do.
+        """
         for name in reap(f"{self._shm_prefix}."):
             logger.warning("removed the segment %s, whose owner is dead", name)
         self._ready = await asyncio.to_thread(self._load)
@@ -166,7 +175,14 @@ class MemoryOwner:
         return ReadyMemory(
             spec=spec,
             weights=weights,
-            model=NativeTransformer(spec, weights, self._workers, mode=Mode.DECODE),
+            model=answer_model(
+                self._gpu,
+                spec,
+                weights,
+                self._workers,
+                max_batch=self._max_batch,
+                max_context=min(spec.max_context_tokens, layout.num_blocks * layout.block_tokens),
+            ),
             prompt_model=NativeTransformer(spec, weights, self._workers, mode=Mode.PREFILL),
             pool=KvPool(segment, layout, ttl_ms=self._kv.lease_ttl_ms),
             memory=KvMemory(segment, layout),

@@ -31,6 +31,8 @@ async def run(config: Config) -> None:
         threads=config.model.load_threads,
         shards=config.model.shards,
         kv=config.kv,
+        gpu=config.gpu,
+        max_batch=config.decode.max_batch,
         workers=start_workers(config.decode.threads),
     )
     servicer = DecodeServicer(owner)

@@ -34,33 +34,62 @@ def calibrate(
     observe: Callable[[int, float], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    """Tells `observe` what passes of each of `sizes` tokens take; gives way between layers.
+    """Tells `observe` what passes over prompts of `sizes` tokens take; gives way between layers.
 
     To be called under torch.inference_mode. Raises nothing: without it the first real passes tell.
     """
-    try:
-        _measure(model, sizes, observe, should_stop)
-    except Exception:
-        logger.exception("the model could not be measured; the first requests will tell its speed")
+
+    def run(size: int, pages: KvPages) -> bool:
+        batch = Batch.build([SequenceChunk(_tokens(model, size), 0, (0,))], pages.block_tokens)
+        hidden = model.embed(batch.token_ids)
+        for layer in range(model.spec.num_layers):
+            if should_stop():
+                return False
+            hidden = model.forward_layer(layer, hidden, batch, pages)
+        return True
+
+    _measure(sizes, lambda: _private_pages(model, 1, max(sizes)), run, observe)
 
 
-def _measure(
+def calibrate_steps(
     model: Model,
     sizes: Sequence[int],
     observe: Callable[[int, float], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    pages = _private_pages(model, max(sizes))
-    fastest = dict.fromkeys(sizes, math.inf)
-    for size in tuple(sizes) * _ROUNDS:
-        batch = Batch.build([SequenceChunk(_tokens(model, size), 0, (0,))], max(sizes))
-        began_at = time.monotonic()
-        hidden = model.embed(batch.token_ids)
-        for layer in range(model.spec.num_layers):
-            if should_stop():
+    """The same of steps that compute one token each of so many sequences; gives way between."""
+
+    def run(size: int, pages: KvPages) -> bool:
+        chunks = [
+            SequenceChunk((token,), 0, (i,), sequence_id=-1 - i)
+            for i, token in enumerate(_tokens(model, size))
+        ]
+        if should_stop():
+            return False
+        model.forward(Batch.build(chunks, pages.block_tokens), pages)
+        return True
+
+    _measure(sizes, lambda: _private_pages(model, max(sizes), 1), run, observe)
+
+
+def _measure(
+    sizes: Sequence[int],
+    make_pages: Callable[[], KvPages],
+    run: Callable[[int, KvPages], bool],
+    observe: Callable[[int, float], None],
+) -> None:
+    """Tells the fastest of some runs of each size, unless one of them ends with False."""
+    try:
+        pages = make_pages()
+        fastest = dict.fromkeys(sizes, math.inf)
+        for size in tuple(sizes) * _ROUNDS:
+            began_at = time.monotonic()
+            if not run(size, pages):
                 return
-            hidden = model.forward_layer(layer, hidden, batch, pages)
-        fastest[size] = min(fastest[size], time.monotonic() - began_at)
+            fastest[size] = min(fastest[size], time.monotonic() - began_at)
+    except Exception:
+        logger.exception("the model could not be measured; the first requests will tell its speed")
+        return
     for size, seconds in tuple(fastest.items()) * _ROUNDS:
         logger.debug("calibration: %d tokens take %.3g ms", size, 1000 * seconds)
         observe(size, seconds)
@@ -72,6 +101,6 @@ def _tokens(model: Model, count: int) -> list[int]:
     return [i * stride % model.spec.vocab_size for i in range(count)]
 
 
-def _private_pages(model: Model, num_tokens: int) -> KvPages:
-    """One block that holds all."""
-    return KvPages.allocate(KvLayout.of(model.spec, num_blocks=1, block_tokens=num_tokens))
+def _private_pages(model: Model, num_blocks: int, block_tokens: int) -> KvPages:
+    layout = KvLayout.of(model.spec, num_blocks=num_blocks, block_tokens=block_tokens)
+    return KvPages.allocate(layout)

@@ -76,7 +76,8 @@ def check_hybrid(architecture: str, device: torch.device) -> None:
             )
             parts = micro_batches(5, is_dual=is_dual)
             logits = [
-                decoder.step(parts, tokens[:, i], torch.full((5,), i)).cpu() for i in range(12)
+                decoder.logits(decoder.step(parts, tokens[:, i], torch.full((5,), i))[0]).cpu()
+                for i in range(12)
             ]
             found.append(torch.stack(logits).flatten(0, 1))
     for name, ours in zip(("merged", "dual"), found[2:], strict=True):

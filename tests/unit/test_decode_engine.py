@@ -11,13 +11,15 @@ import queue
 import random
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 
 from headwater.errors import HeadwaterError, InternalError, KvExhaustedError, UnavailableError
 from headwater.generation import FinishReason, SamplingParams, TokenEvent
+from headwater.gpu.hybrid_model import HybridModel
 from headwater.kv.hashing import block_hashes
 from headwater.kv.layout import LAYOUT_VERSION, KvKind, KvLayout
 from headwater.kv.memory import KvMemory
@@ -31,8 +33,10 @@ from headwater.shm import Lifetime, Segment, SegmentKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from headwater.gpu.hybrid_decoder import HybridDecoder, MicroBatch
     from headwater.kv.pages import KvPages
     from headwater.model.batch import Batch
+    from headwater.model.interface import Model
 
 VOCAB = 200
 BLOCK = 4
@@ -46,6 +50,8 @@ class RememberingModel:
     Each token's page also holds the `mark` of the model that computed it, which counts for what
     follows: two models with different marks are as different as kernels for prompts and answers.
     """
+
+    spec = SimpleNamespace(hidden_size=HIDDEN)
 
     def __init__(self, mark: int = 0) -> None:
         self.mark = mark
@@ -72,6 +78,49 @@ class RememberingModel:
         return scores
 
 
+class RememberingDecoder:
+    """The device's part of a HybridModel: as RememberingModel, in the rows of its own cache.
+
+    Few rows, and short ones: sequences have to leave and come back, and long ones stay outside.
+    """
+
+    max_rows, max_context, num_lanes = 3, 45, 2
+    device = torch.device("cpu")
+
+    def __init__(self, model: RememberingModel) -> None:
+        self._model = model
+        self.num_steps = 0
+        self.fails_at = -1
+        self.cache = torch.full((1, self.max_rows, self.max_context, 2), -7.0, dtype=torch.bfloat16)
+
+    def bound(self, num_tokens: int) -> int:
+        return min(64, self.max_context)
+
+    def has_run(self, parts: list[MicroBatch], bound: int) -> bool:
+        return self.num_steps > 0
+
+    def step(
+        self, parts: list[MicroBatch], tokens: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.num_steps += 1
+        if self.num_steps == self.fails_at:
+            raise RuntimeError("CUDA error: out of luck")
+        assert sum(part.size for part in parts) == len(tokens)
+        self._model.pass_tokens.append(len(tokens))
+        self._model.computed_tokens += len(tokens)
+        rows = torch.arange(len(tokens))
+        self.cache[0, rows, positions, 0] = tokens.to(torch.bfloat16)
+        self.cache[0, rows, positions, 1] = self._model.mark
+        hidden = torch.zeros(len(tokens), HIDDEN)
+        for row, position in enumerate(positions.tolist()):
+            seen = self.cache[0, row, : position + 1].float() @ torch.tensor([1.0, VOCAB])
+            hidden[row, 0] = following([int(t) for t in seen.tolist()])
+        return hidden, self.cache[:, rows, positions]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+
 def following(history: list[int]) -> int:
     value = len(history)
     for token in history:
@@ -91,6 +140,7 @@ class Rig:
     """An engine on a pool, and requests to it."""
 
     model: RememberingModel
+    decoder: RememberingDecoder | None
     pool: KvPool
     engine: DecodeEngine
 
@@ -147,8 +197,9 @@ class Request:
                 return got
 
 
-@pytest.fixture
-def make_rig(shm_prefix: str) -> Iterator[Callable[..., Rig]]:
+@pytest.fixture(params=["cpu", "hybrid"])
+def make_rig(shm_prefix: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Rig]]:
+    """Answers by one model, or by a device and, where that has no room, by the same model."""
     made: list[tuple[Segment, Rig]] = []
 
     def make(
@@ -166,9 +217,13 @@ def make_rig(shm_prefix: str) -> Iterator[Callable[..., Rig]]:
         segment.mark_ready()
         pool = KvPool(segment, layout, ttl_ms=10**6)
         model = RememberingModel()
+        decoder = RememberingDecoder(model) if request.param == "hybrid" else None
+        answers = cast("Model", model)
+        if decoder is not None:
+            answers = HybridModel(cast("HybridDecoder", decoder), answers)
         engine = DecodeEngine(
-            model,  # type: ignore[arg-type]
-            RememberingModel(prompt_mark) if prompt_mark else model,  # type: ignore[arg-type]
+            answers,
+            cast("Model", RememberingModel(prompt_mark) if prompt_mark else model),
             KvMemory(segment, layout),
             pool,
             StepModel(StepBytes(1, (), 1)),
@@ -176,7 +231,7 @@ def make_rig(shm_prefix: str) -> Iterator[Callable[..., Rig]]:
             extend_tokens=extend_tokens,
         )
         engine.start()
-        rig = Rig(model, pool, engine)
+        rig = Rig(model, decoder, pool, engine)
         made.append((segment, rig))
         return rig
 
@@ -214,6 +269,18 @@ def test_many_requests_in_a_pool_that_is_too_small(make_rig: Callable[..., Rig])
     assert rig.engine.num_preemptions > 0
     assert rig.pool.num_leases == 0
     assert rig.pool.num_free_blocks == 24
+    assert rig.decoder is None or rig.decoder.num_steps > 100
+
+
+def test_a_device_that_fails_costs_nobody_an_answer(make_rig: Callable[..., Rig]) -> None:
+    """In the middle of a step: the CPU goes on from the pages."""
+    rig = make_rig(64)
+    if rig.decoder is not None:
+        rig.decoder.fails_at = 20
+    requests = [rig.ask([i, i + 1], 30) for i in range(5)]
+    for i, request in enumerate(requests):
+        assert request.tokens() == expected([i, i + 1], 30)
+    assert rig.decoder is None or rig.decoder.num_steps == 20
 
 
 def test_prompts_and_answers_are_computed_each_by_its_model(make_rig: Callable[..., Rig]) -> None:

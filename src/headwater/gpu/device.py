@@ -1,4 +1,4 @@
-"""Which device computes prompts, and one clear sentence when none can.
+"""Which device computes prompts or answers, and one clear sentence when none can.
 
 Owns the checks; imports Triton only to see whether it is there.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -32,12 +33,15 @@ class Gpu:
         return self.capability >= (8, 9)
 
 
-def find_gpu(index: int, vram_gib: float = 0.0) -> Gpu:
+def find_gpu(
+    index: int, vram_gib: float = 0.0, *, purpose: Literal["prefill", "decode"] = "prefill"
+) -> Gpu:
     """CUDA device `index`, of which at most `vram_gib` are used; 0: whatever is free.
 
     Raises ConfigError that says in one sentence what is missing and what to do.
     """
-    remedy = "set gpu.prefill to off to compute prompts on the CPU"
+    what = "prompts" if purpose == "prefill" else "answers"
+    remedy = f"set gpu.{purpose} to off to compute {what} on the CPU"
     if not torch.cuda.is_available():
         raise ConfigError(
             f"gpu: this process sees no CUDA device (torch {torch.__version__}); install a driver "

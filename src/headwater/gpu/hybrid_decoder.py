@@ -3,7 +3,8 @@
 Owns a step: one CUDA graph per lane, number of sequences and bound on the context. Within it the
 GPU asks the CPU for a layer's experts and computes the shared ones meanwhile. Two lanes may be
 under way at once, one in attention while the other is in experts (see dual_batch.py). On a CPU
-the same steps run without graphs.
+the same steps run without graphs. Which sequence is in which row of the cache is its caller's
+business (see hybrid_model.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from headwater.model.spec import ModelSpec
 
 _LEAST_BOUND = 256
-_WARM_UPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,9 @@ class HybridDecoder:
     ) -> None:
         self.spec = spec
         self.device = device
+        self.max_rows = max_rows
         self.max_context = max_context
+        self.num_lanes = lanes
         self._weights = weights
         source = ResidentWeights(weights, device, spec.norm_eps, "")
         angles: dict[RopeSpec, Angles] = {}
@@ -78,32 +80,33 @@ class HybridDecoder:
             self._layers.append(_Layer(layer, below, angles[rope], number))
         self._final_norm = source.norm("final_norm")
         self._head = source.matrix("embed" if spec.is_embedding_tied else "lm_head")
-        self.caches = [
-            torch.zeros(
-                max_rows,
-                max_context,
-                *layer.attention.entry_shape,
-                dtype=torch.bfloat16,
-                device=device,
-            )
-            for layer in self._layers
-        ]
+        entry = self._layers[0].attention.entry_shape
+        shape = (len(self._layers), max_rows, max_context, *entry)
+        # BF16 [layers, rows, context, *entry].
+        self.cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         choices = max((m.experts_per_token for m in self._routed), default=1)
         self._lanes = [Lane(max_rows, spec.hidden_size, choices, device) for _ in range(lanes)]
         self.worker = ExpertWorker(pool, self._routed, self._lanes) if self._routed else None
         self._steps: dict[tuple[MicroBatch, int], _Step] = {}
+        # Graphs of one lane never run at once, so that they may use the same memory.
+        is_cuda = device.type == "cuda"
+        self.pools = [torch.cuda.graph_pool_handle() if is_cuda else None for _ in range(lanes)]
 
     @property
     def expert_bytes(self) -> int:
         """Bytes of routed experts that one token reads, over all layers."""
         return sum(m.expert_bytes * m.experts_per_token for m in self._routed)
 
-    def step(self, parts: Sequence[MicroBatch], tokens: Tensor, positions: Tensor) -> Tensor:
-        """One token of each sequence: int64 [T] tokens at `positions` -> FP32 [T, vocabulary].
+    def step(
+        self, parts: Sequence[MicroBatch], tokens: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One token of each sequence: int64 [T] tokens at `positions`, both on the host.
 
-        Rows are those of `parts`, one after the other; both tensors are on the host.
+        Gives hidden states after the last layer, FP32 [T, hidden], and the tokens' entries in the
+        cache, BF16 [layers, T, *entry], both on the device. Rows are those of `parts`, one after
+        the other.
         """
-        bound = self._bound(int(positions.max()) + 1)
+        bound = self.bound(int(positions.max()) + 1)
         steps = [self._step(part, bound) for part in parts]
         first = 0
         for step in steps:
@@ -119,36 +122,65 @@ class HybridDecoder:
                 step.finish()
         finally:
             self._close(parts)
-        return torch.cat([step.logits for step in steps])
+        for step in steps:
+            step.capture()
+        if len(steps) == 1:
+            return steps[0].hidden, steps[0].entries
+        hidden, entries = ([getattr(s, name) for s in steps] for name in ("hidden", "entries"))
+        return torch.cat(hidden), torch.cat(entries, dim=1)
 
-    def _bound(self, num_tokens: int) -> int:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states after the last layer, FP32 [T, hidden] -> FP32 [T, vocabulary]."""
+        return self._head.product(self._final_norm(hidden).bfloat16())
+
+    def bound(self, num_tokens: int) -> int:
         """Tokens of context that a captured step reads: powers of two, so that few are captured."""
         bound = _LEAST_BOUND
         while bound < num_tokens:
             bound *= 2
         return min(bound, self.max_context)
 
-    def _step(self, part: MicroBatch, bound: int) -> _Step:
-        if (part, bound) not in self._steps:
-            step = _Step(self, part, bound)
-            if self.device.type == "cuda":
-                self._open([part])
-                try:
-                    step.capture()
-                finally:
-                    self._close([part])
-            self._steps[part, bound] = step
-        return self._steps[part, bound]
-
     def compute(self, part: MicroBatch, hidden: Tensor, positions: Tensor, bound: int) -> Tensor:
-        """A whole step, queued: FP32 [size, hidden] (overwritten) -> FP32 [size, vocabulary]."""
+        """A whole step, queued: FP32 [size, hidden] becomes the states after the last layer.
+
+        Gives the tokens' entries, BF16 [layers, size, *entry].
+        """
         lane = self._lanes[part.lane]
-        rows = slice(part.first_row, part.first_row + part.size)
+        cache = self.cache[:, part.first_row : part.first_row + part.size]
         seen = torch.arange(bound, device=self.device)[None, None] <= positions[:, None, None]
         mask = torch.where(seen, 0.0, float("-inf"))
-        for layer, cache in zip(self._layers, self.caches, strict=True):
-            layer.add_to(hidden, positions, cache[rows], mask, lane)
-        return self._head.product(self._final_norm(hidden).bfloat16())
+        for layer, own in zip(self._layers, cache.unbind(), strict=True):
+            layer.add_to(hidden, positions, own, mask, lane)
+        return cache[:, torch.arange(part.size, device=self.device), positions]
+
+    def has_run(self, parts: Sequence[MicroBatch], bound: int) -> bool:
+        """Whether such steps are captured: the first of a kind takes longer."""
+        return all((part, bound) in self._steps for part in parts)
+
+    def warm_up(self) -> None:
+        """Compiles and captures what first steps need, the largest first.
+
+        Later graphs find room in the memory that the largest one has taken.
+        """
+        sizes = sorted({self.max_rows, min(2, self.max_rows), 1}, reverse=True)
+        bounds = [self.max_context]
+        while (lower := self.bound(-(-bounds[-1] // 2))) < bounds[-1]:
+            bounds.append(lower)
+        for bound in bounds:
+            for size in sizes if bound == self.max_context else sizes[-2:]:
+                for is_dual in (False, True) if size > 1 and self.num_lanes > 1 else (False,):
+                    half = (size + 1) // 2
+                    parts = [MicroBatch(0, 0, size)]
+                    if is_dual:
+                        parts = [MicroBatch(0, 0, half), MicroBatch(1, half, size - half)]
+                    tokens = torch.zeros(size, dtype=torch.int64)
+                    self.step(parts, tokens, torch.full((size,), bound - 1))
+        self.logits(torch.zeros(1, self.spec.hidden_size, device=self.device))
+
+    def _step(self, part: MicroBatch, bound: int) -> _Step:
+        if (part, bound) not in self._steps:
+            self._steps[part, bound] = _Step(self, part, bound)
+        return self._steps[part, bound]
 
     def _open(self, parts: Sequence[MicroBatch]) -> None:
         if self.worker is not None:
@@ -162,7 +194,10 @@ class HybridDecoder:
 
 
 class _Step:
-    """One captured step and the memory of its inputs and outputs."""
+    """One kind of step, captured when it has run once, and the memory of its inputs and outputs.
+
+    The first run is an ordinary one, in which kernels are compiled.
+    """
 
     def __init__(self, decoder: HybridDecoder, part: MicroBatch, bound: int) -> None:
         device = decoder.device
@@ -171,37 +206,47 @@ class _Step:
         self._bound = bound
         self.hidden = torch.zeros(part.size, decoder.spec.hidden_size, device=device)
         self.positions = torch.zeros(part.size, dtype=torch.int64, device=device)
-        self.logits = torch.empty(0)
+        self.entries = torch.empty(0)
         self._graph: Any = None
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def capture(self) -> None:
-        """Runs the step a few times, so that kernels are compiled, then captures it."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._decoder.device))
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
-                self._compute()
-            self._stream.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=self._stream):
-            self._compute()
+        # The caller sleeps meanwhile: CPUs that spin would be missing for the experts.
+        self._done: Any = torch.cuda.Event(blocking=True) if self._stream is not None else None
 
     def start(self) -> None:
         """Queues the step after what is queued on the current stream."""
-        if self._graph is None:
+        if self._stream is None:
             self._compute()
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._decoder.device))
         with torch.cuda.stream(self._stream):
-            self._graph.replay()
+            if self._graph is None:
+                self._compute()
+            else:
+                self._graph.replay()
+            self._done.record(self._stream)
 
     def finish(self) -> None:
         """Waits for the step."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._done is not None:
+            self._done.synchronize()
+
+    def capture(self) -> None:
+        """Makes a graph of it, if there is none yet; what was computed stays."""
+        if self._stream is None or self._graph is not None:
+            return
+        hidden, entries = self.hidden.clone(), self.entries.clone()
+        torch.cuda.synchronize(self._decoder.device)
+        graph = torch.cuda.CUDAGraph()
+        pool = self._decoder.pools[self.part.lane]
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+            self._compute()
+        self._graph = graph
+        self.hidden.copy_(hidden)
+        self.entries.copy_(entries)
+        torch.cuda.synchronize(self._decoder.device)
 
     def _compute(self) -> None:
-        self.logits = self._decoder.compute(self.part, self.hidden, self.positions, self._bound)
+        self.entries = self._decoder.compute(self.part, self.hidden, self.positions, self._bound)
 
 
 class _Layer:

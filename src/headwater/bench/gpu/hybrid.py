@@ -173,7 +173,7 @@ def _time_steps(
     for turn in range(rounds + 2):
         tokens = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
         busy, began_at = decoder.worker.busy_seconds, time.perf_counter()
-        logits = decoder.step(parts, tokens, positions)
+        logits = decoder.logits(decoder.step(parts, tokens, positions)[0]).cpu()
         seconds = time.perf_counter() - began_at
         if turn >= 2:
             times.append((seconds, decoder.worker.busy_seconds - busy))

@@ -1,9 +1,10 @@
 """From the GPU to the CPU's experts and back, by flags in mapped memory (Triton).
 
-Owns the order of writes. Inputs are written and made visible to the whole system by each thread
-that wrote them; the program that comes last then writes the ticket. A single warp waits for the
-answer's ticket, for many would keep the bus and the flag's cache line busy; the kernel after it
-reads the outputs past all caches.
+Owns the order of writes. A program writes a token's inputs; the barrier orders them before the
+ticket, which the program that comes last stores with release at the scope of the whole system (PTX
+ISA, memory consistency model: such a store covers what the thread has seen of others, so that one
+fence does for all). For the answer one thread of each program polls, with acquire: more would keep
+the bus and the flag's cache line busy.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -19,15 +20,56 @@ if TYPE_CHECKING:
 
     from headwater.gpu.mailbox import Lane
 
-_COLUMNS = 1024
 _LAYER_BITS = 16
 
 
 @triton.jit
-def _write_through(value):
-    """Waits until what this thread wrote before is visible to the whole system."""
+def _store_release(address, value):
+    """The first thread stores a 64-bit value after all that it has seen."""
     return tl.inline_asm_elementwise(
-        "membar.sys; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        """
+        {
+            .reg .pred is_first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 is_first, thread, 0;
+            @is_first st.release.sys.global.u64 [$1], $2;
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,l",
+        [address, value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _wait_acquire(address, value):
+    """The first thread looks until a 64-bit value is there."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred is_other;
+            .reg .b32 thread;
+            .reg .b64 found;
+            mov.u32 thread, %tid.x;
+            setp.ne.u32 is_other, thread, 0;
+            @is_other bra FOUND;
+        LOOK:
+            ld.acquire.sys.global.u64 found, [$1];
+            setp.ne.u64 is_other, found, $2;
+            @is_other bra LOOK;
+        FOUND:
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,l",
+        [address, value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -43,57 +85,55 @@ def _post(
     arrivals,
     posted,
     layer,
-    num_programs,
     width,
-    num_choices,
+    num_tokens: tl.constexpr,
+    num_choices: tl.constexpr,
     layer_bits: tl.constexpr,
     columns: tl.constexpr,
     choices: tl.constexpr,
 ):
     token = tl.program_id(0)
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    number = tl.load(count, volatile=True) + 1
+    column = tl.arange(0, columns)
     place = token * width + column
     is_there = column < width
     tl.store(host_x + place, tl.load(x + place, mask=is_there, other=0.0), mask=is_there)
-    if tl.program_id(1) == 0:
-        choice = tl.arange(0, choices)
-        slot = token * num_choices + choice
-        mask = choice < num_choices
-        chosen = tl.load(experts + slot, mask=mask, other=0).to(tl.int32)
-        tl.store(host_experts + slot, chosen, mask=mask)
-        tl.store(host_weights + slot, tl.load(weights + slot, mask=mask, other=0.0), mask=mask)
-    _write_through(column)
+    choice = tl.arange(0, choices)
+    slot = token * num_choices + choice
+    mask = choice < num_choices
+    chosen = tl.load(experts + slot, mask=mask, other=0).to(tl.int32)
+    tl.store(host_experts + slot, chosen, mask=mask)
+    tl.store(host_weights + slot, tl.load(weights + slot, mask=mask, other=0.0), mask=mask)
     tl.debug_barrier()
-    if tl.atomic_add(arrivals, 1) == num_programs - 1:
-        tl.store(arrivals, 0)
-        number = tl.load(count) + 1
+    is_last = True
+    if num_tokens > 1:
+        is_last = tl.atomic_add(arrivals, 1) == num_tokens - 1
+    if is_last:
+        if num_tokens > 1:
+            tl.store(arrivals, 0)
         tl.store(count, number)
-        tl.store(posted, (number << layer_bits) | layer)
+        _store_release(posted.to(tl.int64), (number << layer_bits) | layer)
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _await(count, done, layer, layer_bits: tl.constexpr):
-    ticket = (tl.load(count) << layer_bits) | layer
-    found = tl.load(done, volatile=True)
-    while found != ticket:
-        found = tl.load(done, volatile=True)
-
-
-@triton.jit
-def _add_answer(hidden, output, width, columns: tl.constexpr):
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
+def _add_answer(
+    hidden, output, count, done, layer, width, layer_bits: tl.constexpr, columns: tl.constexpr
+):
+    column = tl.arange(0, columns)
     place = tl.program_id(0) * width + column
     is_there = column < width
+    before = tl.load(hidden + place, mask=is_there, other=0.0)
+    ticket = (tl.load(count) << layer_bits) | layer
+    _wait_acquire(done.to(tl.int64), ticket)
+    tl.debug_barrier()
     term = tl.load(output + place, mask=is_there, other=0.0, volatile=True)
-    total = tl.load(hidden + place, mask=is_there, other=0.0) + term
-    tl.store(hidden + place, total, mask=is_there)
+    tl.store(hidden + place, before + term, mask=is_there)
 
 
 def post(lane: Lane, layer: int, x: Tensor, experts: Tensor, weights: Tensor) -> None:
     """Asks for `layer` of FP32 x [T, hidden], integer experts and FP32 weights [T, k]."""
     num_tokens, width = x.shape
-    grid = (num_tokens, triton.cdiv(width, _COLUMNS))
-    _post[grid](
+    _post[(num_tokens,)](
         x,
         experts,
         weights,
@@ -104,19 +144,27 @@ def post(lane: Lane, layer: int, x: Tensor, experts: Tensor, weights: Tensor) ->
         lane.arrivals,
         lane.posted,
         layer,
-        grid[0] * grid[1],
         width,
+        num_tokens,
         experts.shape[1],
         _LAYER_BITS,
-        _COLUMNS,
+        triton.next_power_of_2(width),
         triton.next_power_of_2(experts.shape[1]),
-        num_warps=4,
+        num_warps=8,
     )
 
 
 def add_answer(lane: Lane, layer: int, hidden: Tensor) -> None:
     """Waits for `layer`'s answer, and adds it to FP32 hidden [T, hidden]."""
     num_tokens, width = hidden.shape
-    _await[(1,)](lane.count, lane.done, layer, _LAYER_BITS, num_warps=1)
-    grid = (num_tokens, triton.cdiv(width, _COLUMNS))
-    _add_answer[grid](hidden, lane.output, width, _COLUMNS, num_warps=4)
+    _add_answer[(num_tokens,)](
+        hidden,
+        lane.output,
+        lane.count,
+        lane.done,
+        layer,
+        width,
+        _LAYER_BITS,
+        triton.next_power_of_2(width),
+        num_warps=8,
+    )

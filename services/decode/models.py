@@ -1,0 +1,77 @@
+"""Which implementation of the model computes answers, chosen at the start.
+
+Owns the choice: CPU kernels, or a GPU that keeps everything but the routed experts.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from headwater.errors import ConfigError, ResourceError
+from headwater.kernels import Mode
+from headwater.kernels.model import NativeTransformer
+
+if TYPE_CHECKING:
+    from headwater.config import GpuConfig
+    from headwater.kernels import WorkerPool
+    from headwater.model.interface import Model
+    from headwater.model.spec import ModelSpec
+    from headwater.weights.store import WeightsStore
+
+logger = logging.getLogger(__name__)
+
+# Of a device that prefill uses too, without gpu.decode_vram_gib: for prompts, half of what answers
+# take is enough, as their rings do with little.
+_SHARE_BESIDE_PREFILL = 2 / 3
+
+
+def answer_model(
+    config: GpuConfig,
+    spec: ModelSpec,
+    weights: WeightsStore,
+    workers: WorkerPool,
+    *,
+    max_batch: int,
+    max_context: int,
+) -> Model:
+    """The model on GPU and CPU if there is a GPU that will do, else on the CPU.
+
+    Raises ConfigError or ResourceError when gpu.decode is on and no GPU will do.
+    """
+    on_cpu = NativeTransformer(spec, weights, workers, mode=Mode.DECODE)
+    if config.decode != "off":
+        try:
+            return _hybrid(config, on_cpu, weights, workers, max_batch, max_context)
+        except (ConfigError, ResourceError) as problem:
+            if config.decode == "on":
+                raise
+            logger.info("answers are computed on the CPU: %s", problem)
+    return on_cpu
+
+
+def _hybrid(
+    config: GpuConfig,
+    on_cpu: NativeTransformer,
+    weights: WeightsStore,
+    workers: WorkerPool,
+    max_batch: int,
+    max_context: int,
+) -> Model:
+    # CUDA and Triton are only imported where they are wanted.
+    from headwater.gpu.device import find_gpu
+    from headwater.gpu.hybrid_session import start_hybrid
+
+    gpu = find_gpu(config.device, config.decode_vram_gib, purpose="decode")
+    available = gpu.available_bytes
+    if not config.decode_vram_gib and config.prefill != "off":
+        available = int(available * _SHARE_BESIDE_PREFILL)
+    return start_hybrid(
+        on_cpu,
+        weights,
+        workers,
+        gpu.device,
+        available_bytes=available,
+        max_batch=max_batch,
+        max_context=max_context,
+    )
