@@ -109,6 +109,23 @@ def test_extreme_mxfp4_exponents(pool: WorkerPool, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_every_group_of_mxfp4_has_its_own_exponent(pool: WorkerPool, isa: str) -> None:
+    """Zeros among them, at each place of a block and in the last, ragged one."""
+    groups = 37
+    rng = torch.Generator().manual_seed(5)
+    codes = torch.tensor([0, 0, 1, 126, 127, 128, 253], dtype=torch.uint8)
+    scale = codes[torch.randint(len(codes), (8, groups), generator=rng)]
+    weight = torch.full((8, 16 * groups), 0x22, dtype=torch.uint8)
+    x = torch.zeros(groups, 32 * groups)
+    x[torch.arange(groups), 32 * torch.arange(groups) + 5] = 1.0
+    out = torch.empty(groups, 8)
+    for first in range(groups):
+        linear(pool, Matrix.mxfp4(weight, scale), x[first:], out[first:], isa=isa)
+        expected = torch.exp2(scale.double() - 127).T.float()
+        assert torch.equal(out[first:], expected[first:])
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_activations_round_to_even(pool: WorkerPool, isa: str) -> None:
     # Between 1 and the next BF16, 1 + 2^-7: just below, at, and just above the middle; the middle
     # above an odd neighbour.
