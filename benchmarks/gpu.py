@@ -83,53 +83,103 @@ def dual(arguments: argparse.Namespace) -> None:
     from headwater.bench.gpu.hybrid import Shape, bench_dual
 
     cases: dict[Shape, tuple[tuple[int, int], ...]] = {
-        Shape(arguments.shape, arguments.layers, 2, 1, 256): ((8, 4096), (8, 16384), (4, 16384)),
+        # Rows are attended to one by one, so that halves of many long ones take half of the time.
+        Shape(arguments.shape, arguments.layers, 2, 1, 640): ((32, 32768), (16, 32768)),
+        Shape(arguments.shape, arguments.layers, 2, 1, 256): ((8, 4096), (32, 16384)),
         Shape(arguments.shape, arguments.layers, 2, 2, 512): ((8, 16384), (2, 1024)),
         Shape(arguments.shape, arguments.layers, 2): ((2, 1024), (8, 16384)),
     }
     show_all(bench_dual(cases), arguments.json)
 
 
-parser = argparse.ArgumentParser(description=__doc__)
-commands = parser.add_subparsers(required=True)
-command = commands.add_parser("slp", help=slp.__doc__)
-command.set_defaults(run=slp)
-command.add_argument("--shape", default="deepseek-v3")
-command.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
-command.add_argument("--vram", type=float, default=32.0, help="GiB of device memory to use")
-command.add_argument("--distinct", type=int, default=7, help="routed layers that differ")
-command.add_argument("--experts", type=int, help="another number of experts per layer")
-command.add_argument("--quantize-from", type=int, default=1 << 15)
-command.add_argument("--json")
-command = commands.add_parser("dslp", help=dslp.__doc__)
-command.set_defaults(run=dslp)
-command.add_argument("--shape", default="deepseek-v3")
-command.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
-command.add_argument("--together", type=int, nargs="+", default=[8192, 32768, 65536])
-command.add_argument("--ranks", type=int, default=2)
-command.add_argument("--vram", type=float, default=32.0, help="GiB of device memory to use")
-command.add_argument("--distinct", type=int, default=7, help="routed layers that differ")
-command.add_argument("--quantize-from", type=int, default=1 << 15)
-command.add_argument("--json")
-command = commands.add_parser("products", help=products.__doc__)
-command.set_defaults(run=products)
-command.add_argument("--rows", type=int, nargs="+", default=[32, 256, 1024], help="per expert")
-command.add_argument(
-    "--tiles", nargs="+", default=["64x128x8x3"], help="tokens x rows x warps x stages"
-)
-command.add_argument("--json")
-command = commands.add_parser("hybrid", help=hybrid.__doc__)
-command.set_defaults(run=hybrid)
-command.add_argument("--shape", default="deepseek-v3")
-command.add_argument("--layers", type=int)
-command.add_argument("--distinct", type=int, default=4)
-command.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
-command.add_argument("--context", type=int, default=2048)
-command.add_argument("--json")
-command = commands.add_parser("dual", help=dual.__doc__)
-command.set_defaults(run=dual)
-command.add_argument("--shape", default="deepseek-v3")
-command.add_argument("--layers", type=int, default=8)
-command.add_argument("--json")
-arguments = parser.parse_args()
-arguments.run(arguments)
+def beside(arguments: argparse.Namespace) -> None:
+    """Decode steps while prompts stream through the same GPU."""
+    from headwater.bench.gpu.beside import bench_beside
+    from headwater.bench.gpu.hybrid import Shape
+
+    rows = bench_beside(
+        Shape(arguments.shape, layers=arguments.layers, distinct=arguments.distinct),
+        arguments.batch,
+        arguments.context,
+        arguments.tokens,
+        arguments.vram,
+    )
+    show_all(rows, arguments.json)
+
+
+def numerics(arguments: argparse.Namespace) -> None:
+    """Errors of the recipes, and of the kernels against them, at DeepSeek-V3's sizes."""
+    import torch
+
+    from headwater.bench.gpu.numerics import bench_numerics
+
+    with torch.inference_mode():
+        rows = bench_numerics(torch.device(arguments.device), arguments.tokens)
+        show_all(rows, arguments.json)
+
+
+def main() -> None:
+    """Runs the measurement that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("slp", help=slp.__doc__)
+    command.set_defaults(run=slp)
+    command.add_argument("--shape", default="deepseek-v3")
+    command.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
+    command.add_argument("--vram", type=float, default=32.0, help="GiB of device memory to use")
+    command.add_argument("--distinct", type=int, default=7, help="routed layers that differ")
+    command.add_argument("--experts", type=int, help="another number of experts per layer")
+    command.add_argument("--quantize-from", type=int, default=1 << 15)
+    command.add_argument("--json")
+    command = commands.add_parser("dslp", help=dslp.__doc__)
+    command.set_defaults(run=dslp)
+    command.add_argument("--shape", default="deepseek-v3")
+    command.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
+    command.add_argument("--together", type=int, nargs="+", default=[8192, 32768, 65536])
+    command.add_argument("--ranks", type=int, default=2)
+    command.add_argument("--vram", type=float, default=32.0, help="GiB of device memory to use")
+    command.add_argument("--distinct", type=int, default=7, help="routed layers that differ")
+    command.add_argument("--quantize-from", type=int, default=1 << 15)
+    command.add_argument("--json")
+    command = commands.add_parser("products", help=products.__doc__)
+    command.set_defaults(run=products)
+    command.add_argument("--rows", type=int, nargs="+", default=[32, 256, 1024], help="per expert")
+    command.add_argument(
+        "--tiles", nargs="+", default=["64x128x8x3"], help="tokens x rows x warps x stages"
+    )
+    command.add_argument("--json")
+    command = commands.add_parser("hybrid", help=hybrid.__doc__)
+    command.set_defaults(run=hybrid)
+    command.add_argument("--shape", default="deepseek-v3")
+    command.add_argument("--layers", type=int)
+    command.add_argument("--distinct", type=int, default=4)
+    command.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
+    command.add_argument("--context", type=int, default=2048)
+    command.add_argument("--json")
+    command = commands.add_parser("dual", help=dual.__doc__)
+    command.set_defaults(run=dual)
+    command.add_argument("--shape", default="deepseek-v3")
+    command.add_argument("--layers", type=int, default=8)
+    command.add_argument("--json")
+    command = commands.add_parser("beside", help=beside.__doc__)
+    command.set_defaults(run=beside)
+    command.add_argument("--shape", default="deepseek-v3")
+    command.add_argument("--layers", type=int)
+    command.add_argument("--distinct", type=int, default=2)
+    command.add_argument("--batch", type=int, default=1)
+    command.add_argument("--context", type=int, default=2048)
+    command.add_argument("--tokens", type=int, default=8192, help="tokens of a sweep")
+    command.add_argument("--vram", type=float, default=32.0, help="GiB that prefill uses")
+    command.add_argument("--json")
+    command = commands.add_parser("numerics", help=numerics.__doc__)
+    command.set_defaults(run=numerics)
+    command.add_argument("--device", default="cuda:0")
+    command.add_argument("--tokens", type=int, default=256)
+    command.add_argument("--json")
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+# Its own processes import this file again.
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,7 @@ from headwater.bench.gpu.random_model import RandomModel
 from headwater.bench.gpu.slp import FP8
 from headwater.bench.timing import ReadProbe
 from headwater.gpu.device import find_gpu
-from headwater.gpu.dual_batch import micro_batches
+from headwater.gpu.dual_batch import DualBatchPolicy, micro_batches
 from headwater.gpu.hybrid_decoder import HybridDecoder
 from headwater.gpu.mailbox import ExpertWorker, Lane, StoredExperts, add_answer, post
 from headwater.kernels import WorkerPool, isa, self_test
@@ -53,12 +53,12 @@ class Shape:
 
 
 @contextmanager
-def _workers() -> Iterator[WorkerPool]:
-    """A pool on all CPUs but one, and the calling thread on that one: it waits for the GPU."""
-    # Its threads would all sit on the one CPU that is left, and wait for each other there.
+def workers(spare_cpus: int = 1) -> Iterator[WorkerPool]:
+    """A pool on all CPUs but some, and the calling thread on those: it waits for the GPU."""
+    # Its threads would all sit on the few CPUs that are left, and wait for each other there.
     torch.set_num_threads(1)
     allowed = os.sched_getaffinity(0)
-    pool = WorkerPool(max(1, len(allowed) - 1), spin_us=_SPIN_US)
+    pool = WorkerPool(max(1, len(allowed) - spare_cpus), spin_us=_SPIN_US)
     os.sched_setaffinity(0, allowed - set(pool.cpus) or allowed)
     try:
         yield pool
@@ -73,7 +73,7 @@ def bench_hybrid(
     self_test()
     gpu, spec = find_gpu(0), shape.spec()
     weights = RandomModel(spec, shape.distinct)
-    with _workers() as pool, torch.inference_mode():
+    with workers() as pool, torch.inference_mode():
         probe = ReadProbe(pool)
         yield hand_over(spec, weights, pool, gpu.device)
         decoder = HybridDecoder(
@@ -100,13 +100,14 @@ def bench_dual(cases: dict[Shape, Sequence[tuple[int, int]]]) -> Iterator[dict[s
     for shape, sizes in cases.items():
         spec = shape.spec()
         weights = RandomModel(spec, shape.distinct)
-        with _workers() as pool, torch.inference_mode():
+        with workers() as pool, torch.inference_mode():
             for rows, context in sizes:
                 decoder = HybridDecoder(
                     spec, weights, pool, gpu.device, max_rows=rows, max_context=context, lanes=2
                 )
                 merged, busy = _time_steps(decoder, rows, context, is_dual=False)
                 dual, dual_busy = _time_steps(decoder, rows, context, is_dual=True)
+                chosen = _time_policy(decoder, rows, context)
                 yield {
                     "what": "dual_batch",
                     "shape": str(shape),
@@ -117,7 +118,8 @@ def bench_dual(cases: dict[Shape, Sequence[tuple[int, int]]]) -> Iterator[dict[s
                     "cpu_ms_merged": 1e3 * busy,
                     "cpu_ms_dual": 1e3 * dual_busy,
                     "speedup": merged / dual,
-                    "chosen": "dual" if dual < merged else "merged",
+                    "policy_ms": 1e3 * chosen,
+                    "policy_over_better": chosen / min(merged, dual),
                 }
                 del decoder
 
@@ -179,6 +181,24 @@ def _time_steps(
             times.append((seconds, decoder.worker.busy_seconds - busy))
     assert bool(torch.isfinite(logits).all()), "the step gave no numbers"
     return statistics.median(t for t, _ in times), statistics.median(b for _, b in times)
+
+
+def _time_policy(decoder: HybridDecoder, rows: int, context: int, steps: int = 40) -> float:
+    """Mean seconds of steps that run as the policy decides, its trials among them."""
+    policy, positions = DualBatchPolicy(), torch.full((rows,), context - 1)
+    tokens = torch.randint(
+        decoder.spec.vocab_size, (steps, rows), generator=torch.Generator().manual_seed(rows)
+    )
+    bound, total = decoder.bound(context), 0.0
+    for turn in range(steps):
+        is_dual = policy.is_dual(rows, bound)
+        began_at = time.perf_counter()
+        hidden, _ = decoder.step(micro_batches(rows, is_dual=is_dual), tokens[turn], positions)
+        decoder.logits(hidden).cpu()
+        seconds = time.perf_counter() - began_at
+        policy.observe(rows, bound, seconds, is_dual=is_dual)
+        total += seconds
+    return total / steps
 
 
 def _row(
