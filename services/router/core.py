@@ -149,7 +149,7 @@ class RouterCore:
         self._check_engines()
         prompt = await self.model.encode(request.prompt)
         sampling = _with_seed(self.model.fit(len(prompt), request.sampling))
-        self._describe(span, request, prompt, sampling)
+        self._describe(span, request, prompt)
         preparation = self._preparation(request, prompt, sampling, asked.objective, deadline)
         span.event("queued", waiting_requests=self.admission.num_waiting)
         lease, expectation = await self._admitted(preparation, asked, watch)
@@ -264,15 +264,9 @@ class RouterCore:
     def _recovery(self, request: RouterRequest, deadline: float | None) -> Recovery:
         return Recovery(request.request_id, self.engines, self._recovery_seconds, deadline)
 
-    def _describe(
-        self,
-        span: RequestSpan,
-        request: RouterRequest,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-    ) -> None:
+    def _describe(self, span: RequestSpan, request: RouterRequest, prompt: tuple[int, ...]) -> None:
         operation = operation_of(request.prompt)
-        span.asked(request.request_id, operation, self.model.name, sampling, request.n)
+        span.asked(request.request_id, operation, self.model.name, request.sampling, request.n)
         span.event("tokenized", prompt_tokens=len(prompt))
         if span.records_content:
             span.prompt(self.model.readable(request.prompt))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headwater.telemetry.metrics import observe
+from headwater.telemetry.metrics import observe, start_at_zero
 
 if TYPE_CHECKING:
     from headwater.services.router.core import RouterCore
@@ -21,6 +21,7 @@ def observe_router(core: RouterCore) -> None:
         # A copy, since the event loop counts meanwhile.
         return [(n, {"path": path.value}) for path, n in list(core.outlook.num_chosen.items())]
 
+    start_at_zero(attainment.objective.name for attainment in core.objectives.all)
     observe(
         {
             "vllm:num_requests_running": lambda: core.admission.num_running,

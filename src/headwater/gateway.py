@@ -36,13 +36,16 @@ def gateway_command(
     listen: str,
     metrics_listen: str,
     router_addresses: Sequence[str],
+    otlp_endpoint: str = "",
     grace_seconds: float = 5.0,
     log_level: str = "warn",
     python: str = sys.executable,
 ) -> list[str]:
     """The command line of SMG; all addresses are host:port, an IPv6 host in brackets.
 
-    `log_level` is debug, info, warn or error. Raises ConfigError for an address that is none.
+    `log_level` is debug, info, warn or error. Spans go to `otlp_endpoint`, unless it is empty or
+    wants TLS, which SMG does not speak to a collector. Raises ConfigError for an address that is
+    none.
     """
     host, port = _split(listen, "gateway.listen")
     metrics_host, metrics_port = _split(metrics_listen, "gateway.metrics_listen")
@@ -57,6 +60,8 @@ def gateway_command(
         *("--backend", "vllm"),
         *(_ONE_NODE if len(router_addresses) == 1 else _SEVERAL_NODES),
         *("--log-level", log_level),
+        # Behind it, for the later one wins.
+        *_tracing(otlp_endpoint),
         "--disable-circuit-breaker",
         "--disable-worker-overload-protection",
         *("--worker-wedge-secs", _NEVER_SECONDS),
@@ -92,9 +97,28 @@ def gateway_not_ready_reason(listen: str) -> str | None:
         return f"the gateway at {listen} answers with status {response.status}"
 
 
-def gateway_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for SMG: it takes the tokenizer from the router, never from the network."""
-    return {**environ, "HF_HUB_OFFLINE": "1"}
+def gateway_environment(environ: Mapping[str, str], trace_ratio: float = 1.0) -> dict[str, str]:
+    """The environment for SMG: it takes the tokenizer from the router, never from the network.
+
+    It traces `trace_ratio` of the requests whose caller has not decided it.
+    """
+    return {
+        **environ,
+        "HF_HUB_OFFLINE": "1",
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": str(trace_ratio),
+    }
+
+
+def _tracing(otlp_endpoint: str) -> tuple[str, ...]:
+    scheme, _, address = otlp_endpoint.rpartition("://")
+    if not address or scheme == "https":
+        return ()
+    return (
+        *("--enable-trace", "--otlp-traces-endpoint", address.rstrip("/")),
+        # Its spans are of this level, and are dropped with the log lines.
+        *("--log-level", "info"),
+    )
 
 
 def _split(address: str, setting: str) -> tuple[str, str]:

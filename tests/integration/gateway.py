@@ -14,13 +14,14 @@ from tests.integration.stack import free_port
 
 @contextlib.asynccontextmanager
 async def gateway(
-    port: int, router_port: int, log_dir: Path, *more_router_ports: int
+    port: int, router_port: int, log_dir: Path, *more_router_ports: int, otlp_endpoint: str = ""
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A running SMG, killed at the end."""
     command = gateway_command(
         listen=f"127.0.0.1:{port}",
         metrics_listen=f"127.0.0.1:{free_port()}",
         router_addresses=[f"127.0.0.1:{each}" for each in (router_port, *more_router_ports)],
+        otlp_endpoint=otlp_endpoint,
         grace_seconds=1,
     )
     with (log_dir / "gateway.log").open("wb") as log:

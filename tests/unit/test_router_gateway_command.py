@@ -11,12 +11,16 @@ from headwater.gateway import gateway_command, gateway_environment, gateway_not_
 
 
 def _command(
-    *routers: str, listen: str = "127.0.0.1:8000", metrics_listen: str = "127.0.0.1:29000"
+    *routers: str,
+    listen: str = "127.0.0.1:8000",
+    metrics_listen: str = "127.0.0.1:29000",
+    otlp_endpoint: str = "",
 ) -> list[str]:
     return gateway_command(
         listen=listen,
         metrics_listen=metrics_listen,
         router_addresses=routers or ["127.0.0.1:50050"],
+        otlp_endpoint=otlp_endpoint,
         grace_seconds=2.4,
         python="python3",
     )
@@ -70,7 +74,21 @@ def test_what_is_no_address_is_named(address: str) -> None:
 
 
 def test_environment_keeps_the_gateway_off_the_network() -> None:
-    assert gateway_environment({"A": "b"}) == {"A": "b", "HF_HUB_OFFLINE": "1"}
+    environment = gateway_environment({"A": "b"})
+    assert environment["A"] == "b"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_gateway_traces_what_the_other_processes_trace() -> None:
+    assert "--enable-trace" not in _command()
+    command = _command(otlp_endpoint="http://127.0.0.1:4317/")
+    assert command[command.index("--otlp-traces-endpoint") + 1] == "127.0.0.1:4317"
+    assert "--enable-trace" in command
+    # It would send plain text.
+    assert "--enable-trace" not in _command(otlp_endpoint="https://collector:4317")
+    environment = gateway_environment({}, trace_ratio=0.25)
+    assert environment["OTEL_TRACES_SAMPLER"] == "parentbased_traceidratio"
+    assert environment["OTEL_TRACES_SAMPLER_ARG"] == "0.25"
 
 
 def test_a_gateway_that_is_not_there_is_not_ready() -> None:

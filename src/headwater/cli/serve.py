@@ -20,7 +20,7 @@ def serve(arguments: argparse.Namespace, config: Config) -> int:
     """Runs until SIGTERM."""
     if arguments.service == stack.GATEWAY:
         command = stack.gateway_command_of(config)
-        os.execve(command[0], command, stack.environment_of(stack.GATEWAY))
+        os.execve(command[0], command, stack.environment_of(stack.GATEWAY, config))
     if arguments.service != "prefill":
         config = with_model(config)
     service = importlib.import_module(f"headwater.services.{arguments.service}.service")

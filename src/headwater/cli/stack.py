@@ -84,13 +84,15 @@ def gateway_command_of(config: Config) -> list[str]:
         listen=config.gateway.listen,
         metrics_listen=config.gateway.metrics_listen,
         router_addresses=routers if config.gateway.routers else [config.router.listen],
+        otlp_endpoint=config.telemetry.otlp_endpoint,
     )
 
 
-def environment_of(name: str) -> dict[str, str]:
+def environment_of(name: str, config: Config) -> dict[str, str]:
     """This environment without our settings: the processes read them from the written file."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
-    return gateway_environment(environ) if name == GATEWAY else environ
+    is_gateway = name == GATEWAY
+    return gateway_environment(environ, config.telemetry.trace_ratio) if is_gateway else environ
 
 
 def address_of(name: str, config: Config) -> str:

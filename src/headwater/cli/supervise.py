@@ -121,7 +121,7 @@ class Supervisor:
         with stack.only_one(self._config):
             if process.pid() is None:
                 command = stack.command_of(name, self._config, self._config_path)
-                process.start(command, stack.environment_of(name))
+                process.start(command, stack.environment_of(name, self._config))
                 self._restarts[name].count += 1
                 logger.info(
                     "%s is started again, for the %d. time", name, self._restarts[name].count

@@ -62,7 +62,7 @@ def up(arguments: argparse.Namespace, config: Config) -> int:
     supervisor = stack.supervisor(config)
     if supervisor.pid() is None:
         command = [sys.executable, "-m", "headwater.cli.supervise", "--config", str(config_path)]
-        supervisor.start(command, stack.environment_of("supervisor"))
+        supervisor.start(command, stack.environment_of("supervisor", config))
     print(_how_to_use(config))
     return 0
 
@@ -78,7 +78,7 @@ def _start_missing(config: Config, names: Sequence[str], started: list[str]) -> 
         for name in names:
             if members[name].pid() is None:
                 command = stack.command_of(name, config, config_path)
-                members[name].start(command, stack.environment_of(name))
+                members[name].start(command, stack.environment_of(name, config))
                 started.append(name)
     return config_path
 

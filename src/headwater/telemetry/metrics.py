@@ -135,6 +135,21 @@ def seconds_per_token(usage: Usage, timings: Timings) -> float | None:
     return timings.decode_seconds / gaps if gaps > 0 else None
 
 
+def start_at_zero(objective_classes: Iterable[str]) -> None:
+    """Shows the router's counters before their first event: else it would be in no rate."""
+    _recoveries.add(0)
+    for name in objective_classes:
+        attributes = {"headwater.objective_class": name}
+        for counter in (
+            _slo_finished,
+            _slo_attained,
+            _slo_missed_ttft,
+            _slo_missed_tpot,
+            _slo_shed,
+        ):
+            counter.add(0, attributes)
+
+
 def record_recovery() -> None:
     """Counts a request that lost an engine and waits for it."""
     _recoveries.add(1)

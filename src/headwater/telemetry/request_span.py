@@ -48,7 +48,7 @@ class RequestSpan:
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.top_k": sampling.top_k or None,
-            "gen_ai.request.seed": sampling.seed,
+            "gen_ai.request.seed": _as_int64(sampling.seed),
             "gen_ai.request.choice.count": n if n > 1 else None,
         }
         self._span.set_attributes({k: v for k, v in attributes.items() if v is not None})
@@ -103,3 +103,8 @@ class RequestSpan:
                 for index, token_ids in sorted(self._answers.items())
             ]
             self._span.set_attribute("gen_ai.output.messages", json.dumps(messages))
+
+
+def _as_int64(number: int | None) -> int | None:
+    """The same, or None where OTLP's integers, of 64 bits with a sign, cannot hold it."""
+    return number if number is not None and number < 2**63 else None
