@@ -92,6 +92,19 @@ def _parser() -> argparse.ArgumentParser:
     status = command("status", "status", "status", "show what every process does")
     status.add_argument("--json", action="store_true", help="print JSON")
 
+    top = command("top", "top", "top", "watch processes, requests, latencies and bandwidths")
+    top.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between looks"
+    )
+    top.add_argument("--once", action="store_true", help="print one look and end")
+    doctor = command(
+        "doctor",
+        "doctor",
+        "doctor",
+        "examine the machine; exit status 0: all ok, 1: warnings, 2: errors",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+
     generate = command("generate", "generate", "generate", "continue a text")
     generate.add_argument("prompt", help="the text; - reads it from standard input")
     _add_sampling(generate)

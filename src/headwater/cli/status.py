@@ -57,13 +57,7 @@ _CLASS_TITLES = (
 
 def status(arguments: argparse.Namespace, config: Config) -> int:
     """Prints the state of the stack; the exit status is 1 when a process is not serving."""
-    states = {name: _state(name, config) for name in (*_CALLS, stack.GATEWAY)}
-    for name, count in read_restarts(config).items():
-        states[name]["restarts"] = count
-    if not config.gateway.enabled or states[stack.GATEWAY]["health"] == "DOWN":
-        has_run = stack.processes(config)[stack.GATEWAY].log_path.exists()
-        if not (config.gateway.enabled and has_run):
-            del states[stack.GATEWAY]
+    states = read_states(config)
     segments = [
         {"name": s.name, "total_bytes": s.total_bytes, "state": s.state.value}
         for s in list_segments(config.shm.name_prefix)
@@ -73,6 +67,18 @@ def status(arguments: argparse.Namespace, config: Config) -> int:
     else:
         _print_tables(states, segments)
     return 0 if all(state["health"] == "SERVING" for state in states.values()) else 1
+
+
+def read_states(config: Config) -> dict[str, dict[str, Any]]:
+    """What each process of the stack says of itself, by name; see `_state`."""
+    states = {name: _state(name, config) for name in (*_CALLS, stack.GATEWAY)}
+    for name, count in read_restarts(config).items():
+        states[name]["restarts"] = count
+    if not config.gateway.enabled or states[stack.GATEWAY]["health"] == "DOWN":
+        has_run = stack.processes(config)[stack.GATEWAY].log_path.exists()
+        if not (config.gateway.enabled and has_run):
+            del states[stack.GATEWAY]
+    return states
 
 
 def _state(name: str, config: Config) -> dict[str, Any]:
