@@ -6,6 +6,7 @@ Owns the checks; imports Triton only to see whether it is there.
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,8 @@ def find_gpu(
 
     Raises ConfigError that says in one sentence what is missing and what to do.
     """
+    # Read when CUDA starts: with fewer, streams may share a queue and wait for each other.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     what = "prompts" if purpose == "prefill" else "answers"
     remedy = f"set gpu.{purpose} to off to compute {what} on the CPU"
     if not torch.cuda.is_available():

@@ -90,6 +90,10 @@ class HybridDecoder:
         self._steps: dict[tuple[MicroBatch, int], _Step] = {}
         # Graphs of one lane never run at once, so that they may use the same memory.
         is_cuda = device.type == "cuda"
+        # A queue per lane: two that shared one in hardware would wait for each other's CPU.
+        self.streams: list[Any] = [
+            torch.cuda.Stream(device) if is_cuda else None for _ in range(lanes)
+        ]
         self.pools = [torch.cuda.graph_pool_handle() if is_cuda else None for _ in range(lanes)]
 
     @property
@@ -208,7 +212,7 @@ class _Step:
         self.positions = torch.zeros(part.size, dtype=torch.int64, device=device)
         self.entries = torch.empty(0)
         self._graph: Any = None
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = decoder.streams[part.lane]
         # The caller sleeps meanwhile: CPUs that spin would be missing for the experts.
         self._done: Any = torch.cuda.Event(blocking=True) if self._stream is not None else None
 

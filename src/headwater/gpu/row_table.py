@@ -66,9 +66,9 @@ class RowTable:
                     self.rows[refuge] = None
                     swaps.append(self._swap(target, refuge))
             self.rows[target] = Row(sequence_id)
-        for row in self.rows[: len(wanted)]:
-            assert row is not None
-            row.used_at = self._turn
+        for found in self.rows[: len(wanted)]:
+            assert found is not None
+            found.used_at = self._turn
         return swaps
 
     def _holds(self, row: int, chosen: set[int]) -> bool:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # Workers that sleep between layers would be woken 58 times a step.
 _SPIN_US = 20_000
 _HAND_OVERS = 64
+# Of each way to run a step; the first ones compile and capture.
+_WARM_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12, 103
+_SECONDS_EACH = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def bench_hybrid(
         say(f"{torch.cuda.memory_allocated(gpu.device) / 2**30:.1f} GiB on the device")
         for batch in batches:
             reads = [probe.gb_per_s() for _ in range(5)]
-            seconds, busy = _time_steps(decoder, batch, context, is_dual=False)
+            seconds, busy = _time_steps(decoder, batch, context)
             reads += [probe.gb_per_s() for _ in range(5)]
             read = statistics.median(reads)
             yield _row(shape, spec, decoder, batch, context, seconds, busy, read)
@@ -105,22 +108,12 @@ def bench_dual(cases: dict[Shape, Sequence[tuple[int, int]]]) -> Iterator[dict[s
                 decoder = HybridDecoder(
                     spec, weights, pool, gpu.device, max_rows=rows, max_context=context, lanes=2
                 )
-                merged, busy = _time_steps(decoder, rows, context, is_dual=False)
-                dual, dual_busy = _time_steps(decoder, rows, context, is_dual=True)
-                chosen = _time_policy(decoder, rows, context)
                 yield {
                     "what": "dual_batch",
                     "shape": str(shape),
                     "rows": rows,
                     "context": context,
-                    "merged_ms": 1e3 * merged,
-                    "dual_ms": 1e3 * dual,
-                    "cpu_ms_merged": 1e3 * busy,
-                    "cpu_ms_dual": 1e3 * dual_busy,
-                    "speedup": merged / dual,
-                    "policy_ms": 1e3 * chosen,
-                    "policy_over_better": chosen / min(merged, dual),
-                }
+                } | _compare_ways(decoder, rows, context)
                 del decoder
 
 
@@ -164,10 +157,10 @@ def hand_over(
 
 
 def _time_steps(
-    decoder: HybridDecoder, rows: int, context: int, *, is_dual: bool, rounds: int = 9
+    decoder: HybridDecoder, rows: int, context: int, rounds: int = 9
 ) -> tuple[float, float]:
     """Median seconds of a step, and of the CPU's part in it."""
-    parts = micro_batches(rows, is_dual=is_dual)
+    parts = micro_batches(rows, is_dual=False)
     positions = torch.full((rows,), context - 1)
     assert decoder.worker is not None
     generator = torch.Generator().manual_seed(rows)
@@ -183,22 +176,46 @@ def _time_steps(
     return statistics.median(t for t, _ in times), statistics.median(b for _, b in times)
 
 
-def _time_policy(decoder: HybridDecoder, rows: int, context: int, steps: int = 40) -> float:
-    """Mean seconds of steps that run as the policy decides, its trials among them."""
+def _compare_ways(decoder: HybridDecoder, rows: int, context: int) -> dict[str, Any]:
+    """Merged, dual and as the policy decides, in turn, so that all see the same moments."""
+    assert decoder.worker is not None
     policy, positions = DualBatchPolicy(), torch.full((rows,), context - 1)
-    tokens = torch.randint(
-        decoder.spec.vocab_size, (steps, rows), generator=torch.Generator().manual_seed(rows)
-    )
-    bound, total = decoder.bound(context), 0.0
-    for turn in range(steps):
-        is_dual = policy.is_dual(rows, bound)
-        began_at = time.perf_counter()
-        hidden, _ = decoder.step(micro_batches(rows, is_dual=is_dual), tokens[turn], positions)
-        decoder.logits(hidden).cpu()
-        seconds = time.perf_counter() - began_at
-        policy.observe(rows, bound, seconds, is_dual=is_dual)
-        total += seconds
-    return total / steps
+    generator = torch.Generator().manual_seed(rows)
+    bound = decoder.bound(context)
+    seconds: dict[str, list[float]] = {"merged": [], "dual": [], "policy": []}
+    busy: dict[str, list[float]] = {name: [] for name in seconds}
+    rounds = num_dual = 0
+    began = time.perf_counter()
+    while rounds < _LEAST_ROUNDS or (
+        rounds < _MOST_ROUNDS and time.perf_counter() - began < _SECONDS_EACH
+    ):
+        for way, times in seconds.items():
+            is_dual = policy.is_dual(rows, bound) if way == "policy" else way == "dual"
+            tokens = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
+            before, began_at = decoder.worker.busy_seconds, time.perf_counter()
+            hidden, _ = decoder.step(micro_batches(rows, is_dual=is_dual), tokens, positions)
+            decoder.logits(hidden).cpu()
+            taken = time.perf_counter() - began_at
+            if rounds < _WARM_ROUNDS:
+                continue
+            times.append(taken)
+            busy[way].append(decoder.worker.busy_seconds - before)
+            if way == "policy":
+                policy.observe(rows, bound, taken, is_dual=is_dual)
+                num_dual += is_dual
+        rounds += 1
+    merged, dual, chosen = (statistics.fmean(times) for times in seconds.values())
+    middle = [statistics.median(seconds[way]) for way in ("merged", "dual")]
+    return {
+        "steps": len(seconds["dual"]),
+        "merged_ms": 1e3 * middle[0],
+        "dual_ms": 1e3 * middle[1],
+        "cpu_ms_merged": 1e3 * statistics.median(busy["merged"]),
+        "cpu_ms_dual": 1e3 * statistics.median(busy["dual"]),
+        "speedup": middle[0] / middle[1],
+        "policy_over_better": chosen / min(merged, dual),
+        "policy_dual_steps": num_dual,
+    }
 
 
 def _row(

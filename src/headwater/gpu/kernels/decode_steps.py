@@ -379,6 +379,7 @@ def choose(spec: MoeFfnSpec, logits: Tensor, bias: Tensor | None) -> tuple[Tenso
         spec.is_normalized,
         max(16, triton.next_power_of_2(spec.num_experts)),
         triton.next_power_of_2(spec.experts_per_token),
-        num_warps=4,
+        # One warp compares without waiting for others; the comparisons follow one another.
+        num_warps=1,
     )
     return experts, weights

@@ -19,6 +19,7 @@ MAX_TOKENS = 64
 _ROWS = 64
 # Programs wanted at once: a few for each multiprocessor of a large card.
 _PROGRAMS = 512
+_STAGES = 4
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -44,7 +45,7 @@ def _multiply(
         column = group * 128 + tl.arange(0, 128)
         is_there = (row < rows)[:, None] & (column < columns)[None, :]
         place = row[:, None].to(tl.int64) * columns + column[None, :]
-        weight = tl.load(values + place, mask=is_there, other=0.0).to(tl.float32).to(product)
+        weight = tl.load(values + place, mask=is_there, other=0.0).to(product)
         mask = (token < num_tokens)[None, :] & (column < columns)[:, None]
         tokens = tl.load(x + token[None, :] * columns + column[:, None], mask=mask, other=0.0)
         scale = tl.load(
@@ -55,6 +56,38 @@ def _multiply(
         total += tl.dot(weight, tokens.to(tl.float32).to(product)) * scale[:, None]
     target = (tl.program_id(1) * num_tokens + token)[None, :] * rows + row[:, None]
     tl.store(partial + target, total, mask=(token < num_tokens)[None, :] & (row < rows)[:, None])
+
+
+@triton.jit
+def _multiply_one(
+    x,
+    values,
+    scales,
+    partial,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    blocks_each: tl.constexpr,
+    block_n: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """One token: plain multiplications, as tiles of one are mostly empty."""
+    first = tl.program_id(0) * block_n
+    row = first + tl.arange(0, block_n)
+    num_groups: tl.constexpr = (columns + 127) // 128
+    total = tl.zeros((block_n, 128), dtype=tl.float32)
+    for step in tl.range(0, blocks_each, num_stages=stages):
+        group = tl.program_id(1) * blocks_each + step
+        column = group * 128 + tl.arange(0, 128)
+        is_there = (row < rows)[:, None] & (column < columns)[None, :]
+        place = row[:, None].to(tl.int64) * columns + column[None, :]
+        weight = tl.load(values + place, mask=is_there, other=0.0).to(tl.float32)
+        # All rows of a program lie in one block of scales.
+        scale = tl.load(
+            scales + first // 128 * num_groups + group, mask=group < num_groups, other=0.0
+        )
+        token = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32) * scale
+        total += weight * token[None, :]
+    tl.store(partial + tl.program_id(1) * rows + row, tl.sum(total, axis=1), mask=row < rows)
 
 
 def few_rows_pieces(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
@@ -68,6 +101,11 @@ def few_rows_pieces(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     blocks_each = max(1, groups * row_blocks // _PROGRAMS)
     pieces = triton.cdiv(groups, blocks_each)
     partial = torch.empty(pieces, num_tokens, rows, device=x.device)
+    if num_tokens == 1:
+        _multiply_one[(row_blocks, pieces)](
+            x, values, scales, partial, rows, columns, blocks_each, _ROWS, _STAGES, num_warps=4
+        )
+        return partial
     _multiply[(row_blocks, pieces)](
         x,
         values,
@@ -81,6 +119,6 @@ def few_rows_pieces(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
         block_n=_ROWS,
         product=product_type(is_quantized=False),
         num_warps=4,
-        num_stages=4,
+        num_stages=_STAGES,
     )
     return partial
