@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Self
 
@@ -9,6 +10,7 @@ import grpc
 
 from headwater.generation import SamplingParams, TextEvent
 from headwater.rpc.channel import open_channel
+from headwater.telemetry.metrics import record_client_call
 from headwater.telemetry.tracing import outgoing_metadata
 from headwater.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
 from headwater.wire.generation import (
@@ -23,6 +25,8 @@ from headwater.wire.status import error_from_rpc
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
     from types import TracebackType
+
+    from headwater.generation import Usage
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 
@@ -67,7 +71,9 @@ class Client:
             request.text = prompt
         else:
             request.token_ids.ids.extend(prompt)
-        async with aclosing(self._stream(request, sampling, timeout_seconds)) as events:
+        async with aclosing(
+            self._stream("text_completion", request, sampling, timeout_seconds)
+        ) as events:
             async for event in events:
                 yield event
 
@@ -86,25 +92,35 @@ class Client:
         request = router_service_pb2.GenerateRequest(objective_class=objective_class)
         for role, content in messages:
             request.chat.messages.add(role=role, content=content)
-        async with aclosing(self._stream(request, sampling, timeout_seconds)) as events:
+        async with aclosing(self._stream("chat", request, sampling, timeout_seconds)) as events:
             async for event in events:
                 yield event
 
     async def _stream(
         self,
+        operation: str,
         request: router_service_pb2.GenerateRequest,
         sampling: SamplingParams | None,
         timeout_seconds: float | None,
     ) -> AsyncGenerator[TextEvent, None]:
+        began_at = time.monotonic()
+        usage: Usage | None = None
+        error_type: str | None = "CancelledError"
         if sampling is not None:
             request.sampling.CopyFrom(sampling_to_pb(sampling))
         call = self._router.Generate(request, timeout=timeout_seconds, metadata=outgoing_metadata())
         try:
             async for response in call:
-                yield _event_from_pb(response)
+                event = _event_from_pb(response)
+                usage = event.usage or usage
+                yield event
+            error_type = None
         except grpc.aio.AioRpcError as failure:
-            raise error_from_rpc(failure) from failure
+            error = error_from_rpc(failure)
+            error_type = type(error).__name__
+            raise error from failure
         finally:
+            record_client_call(operation, time.monotonic() - began_at, usage, error_type)
             # Ends the request at the server when the caller stops listening.
             call.cancel()
 

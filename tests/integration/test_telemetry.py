@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import urllib.request
-from contextlib import closing
+from contextlib import aclosing, closing
 from typing import TYPE_CHECKING
 
 import openai
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from headwater.generation import Usage
     from headwater.telemetry.catalogue import Process
     from tests.integration.collector import Collector, Span
     from tests.integration.stack import Stack
@@ -171,3 +172,25 @@ def _free_ports() -> int:
         except OSError:
             continue
         return first
+
+
+async def test_a_clients_own_metrics(shared_stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded for whoever sets up a meter provider; the gen_ai.client metrics."""
+    calls: list[tuple[str, Usage | None, str | None]] = []
+
+    def record(operation: str, seconds: float, usage: Usage | None, error: str | None) -> None:
+        assert seconds > 0.0
+        calls.append((operation, usage, error))
+
+    monkeypatch.setattr("headwater.client.record_client_call", record)
+    async with Client(shared_stack.addresses["router"]) as client:
+        _, last = await collect(client.generate("one", SamplingParams(max_tokens=3)))
+        with pytest.raises(PromptTooLongError):
+            await collect(client.generate("two", SamplingParams(max_tokens=10**6)))
+        async with aclosing(client.generate("three", SamplingParams(max_tokens=30))) as events:
+            await anext(events)
+    assert calls == [
+        ("text_completion", last.usage, None),
+        ("text_completion", None, "PromptTooLongError"),
+        ("text_completion", None, "CancelledError"),
+    ]
