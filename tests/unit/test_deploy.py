@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 BASE = ROOT / "deploy" / "kubernetes" / "base"
 GPU = ROOT / "deploy" / "kubernetes" / "gpu"
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
-OURS = ("decode", "prefill", "prefill-gpu", "prefill-gpu2", "router", "gateway", "model")
+DECODES = ("decode", "decode-gpu", "decode-gpu2")
+PREFILLS = ("prefill", "prefill-gpu", "prefill-gpu2")
+OURS = (*DECODES, *PREFILLS, "router", "gateway", "model")
 
 
 def documents(folder: Path) -> dict[str, dict[str, Any]]:
@@ -65,8 +67,15 @@ def test_compose_leads_every_process_to_the_next() -> None:
     leads_to(router.prefill_address, settings_of("prefill").prefill.listen)
     leads_to(router.decode_address, settings_of("decode").decode.listen)
     leads_to(settings_of("gateway").gateway.routers, router.listen)
-    for service in ("prefill", "prefill-gpu", "prefill-gpu2"):
-        leads_to(settings_of(service).prefill.decode_address, settings_of("decode").decode.listen)
+    for name, variants in (("decode", DECODES), ("prefill", PREFILLS)):
+        for service in variants:
+            config = settings_of(service)
+            if name == "prefill":
+                leads_to(config.prefill.decode_address, settings_of("decode").decode.listen)
+            assert getattr(config, name).listen == getattr(settings_of(name), name).listen
+            # Whichever profile it is of, others find it under the same name.
+            assert services[service]["networks"]["default"]["aliases"] == [name]
+            assert (getattr(config.gpu, name) == "off") == (service == name)
 
 
 def test_compose_publishes_on_loopback_only() -> None:
@@ -85,7 +94,7 @@ def test_compose_shares_memory_and_nothing_else() -> None:
     services = COMPOSE["services"]
     assert services["memory"]["ipc"] == "shareable"
     joined = {name for name, each in services.items() if each.get("ipc") == "service:memory"}
-    assert joined == {"decode", "prefill", "prefill-gpu", "prefill-gpu2"}
+    assert joined == {*DECODES, *PREFILLS}
     for name in OURS:
         each = services[name]
         assert each["read_only"]
@@ -96,10 +105,28 @@ def test_compose_shares_memory_and_nothing_else() -> None:
         for volume in each.get("volumes", []):
             if ":/models" in volume:
                 assert volume.endswith(":ro") or name == "model"
-    for name, count in (("prefill-gpu", 1), ("prefill-gpu2", 2)):
-        [device] = services[name]["deploy"]["resources"]["reservations"]["devices"]
-        assert device == {"driver": "nvidia", "count": count, "capabilities": ["gpu"]}
-        assert services[name]["profiles"] == [name.removeprefix("prefill-")]
+
+
+def test_profiles_differ_in_the_engines() -> None:
+    services = COMPOSE["services"]
+    assert (ROOT / ".env").read_text(encoding="utf-8").splitlines()[-1] == "COMPOSE_PROFILES=cpu"
+    always = {name for name, each in services.items() if "profiles" not in each}
+    assert always == {"memory", "model", "router", "gateway"}
+    for variants in (DECODES, PREFILLS):
+        profiles = [services[name]["profiles"] for name in variants]
+        assert profiles == [["cpu"], ["gpu"], ["gpu2"]]
+    devices = {
+        name: each["deploy"]["resources"]["reservations"]["devices"][0]
+        for name, each in services.items()
+        if "deploy" in each
+    }
+    nvidia = {"driver": "nvidia", "capabilities": ["gpu"]}
+    assert devices == {
+        "decode-gpu": {**nvidia, "count": 1},
+        "prefill-gpu": {**nvidia, "count": 1},
+        "decode-gpu2": {**nvidia, "device_ids": ["1"]},
+        "prefill-gpu2": {**nvidia, "device_ids": ["0"]},
+    }
 
 
 def test_every_variable_is_explained() -> None:
