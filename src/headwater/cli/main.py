@@ -138,6 +138,16 @@ def _parser() -> argparse.ArgumentParser:
         help="linear weights to convert; default experts for four-bit formats, else all",
     )
 
+    plan = command("plan", "plan", "plan", "predict what a machine will do with a model")
+    plan.add_argument(
+        "--model", required=True, help="folder, config.json, or deepseek-v3, qwen3-235b, ..."
+    )
+    plan.add_argument(
+        "--machine", default="this", help="TOML file (see examples/machines); default: measure this"
+    )
+    plan.add_argument("--format", choices=_FORMATS, help="format of a named shape's weights")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+
     synth = command("synth", "synth", "synth", "write a checkpoint of a known shape at random")
     synth.add_argument("--shape", required=True, help="deepseek-v3, kimi-k2, qwen3-235b, ...")
     synth.add_argument("--arch", help="deepseek_v3, qwen3_moe or mixtral; needed for shape tiny")

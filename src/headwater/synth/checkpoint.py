@@ -31,7 +31,7 @@ def write_synthetic(
     """
     source = str(out_dir / "config.json")
     plain = ModelSpec.from_config(config, source)
-    config = config | _quantization(plain, target)
+    config = config | quantization_of(plain, target)
     spec = ModelSpec.from_config(config, source)
     tensors = synthetic_tensors(spec)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
@@ -42,7 +42,8 @@ def write_synthetic(
     return num_bytes
 
 
-def _quantization(plain: ModelSpec, target: LinearTarget) -> dict[str, Any]:
+def quantization_of(plain: ModelSpec, target: LinearTarget) -> dict[str, Any]:
+    """What a config.json of `plain` in the target's format says beside the rest."""
     kept = ["lm_head"]
     for tensor in plain.tensors():
         is_router = tensor.name.endswith(".gate") and not is_linear(tensor)

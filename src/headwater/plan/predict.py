@@ -1,0 +1,130 @@
+"""How long prompts and steps take: pure functions of footprint and machine.
+
+Owns the formulas and what was fitted to measurements (benchmarks/results; benchmarks/plan.py prints
+the error against each): the shares below are of the rates that a Machine states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headwater.plan.footprint import Footprint
+    from headwater.plan.machine import Gpu, Machine
+
+# Of large products' rates, on an H200: grouped products in BF16 and with E4M3, and attention.
+_BF16_SHARE, _FP8_SHARE, _ATTENTION_SHARE = 0.31, 0.285, 0.66
+# Whatever a sweep's layer takes besides: gates, sorting, launches.
+_SWEEP_LAYER_SECONDS = 0.008
+# Copies against computation: what the shorter of both adds to the longer.
+_OVERLAP_LOSS = 0.09
+# A link beside the others of its host; bytes that a rank exchanges per token, layer and hidden.
+_JOINT_LINK_SHARE, _EXCHANGED_BYTES = 0.975, 3.0
+# Of reading: routed experts of one token and of several, and a whole step on the CPU.
+_ONE_TOKEN_SHARE, _FEW_TOKENS_SHARE, _CPU_STEP_SHARE = 0.92, 0.84, 0.89
+# GPU's part of a decode layer: kernels' own time, hand-over, and the share of memory's rate.
+_DECODE_LAYER_SECONDS, _HAND_OVER_SECONDS, _GPU_READ_SHARE = 62e-6, 13e-6, 0.55
+# Absorbed attention reads keys once for scores and once for sums, and scores several times.
+_KV_READS = 3.0
+_GIGA, _TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTime:
+    """Seconds to the last hidden state; and of copies alone, and of computing alone."""
+
+    seconds: float
+    transfer_seconds: float
+    compute_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a decode step; CPU's experts and GPU's part follow one another."""
+
+    seconds: float
+    cpu_seconds: float
+    gpu_seconds: float
+
+
+def prompt_time(
+    model: Footprint,
+    machine: Machine,
+    tokens: int,
+    *,
+    num_gpus: int = 1,
+    sweep_tokens: int = 65536,
+    quantize_from: int = 32768,
+) -> PromptTime:
+    """A prompt of `tokens`, in as many sweeps as `sweep_tokens` demand; 0 GPUs: on the CPU."""
+    pairs = tokens * (tokens + 1) / 2 * model.pair_flops
+    if num_gpus == 0:
+        read = model.streamed_bytes / machine.read_gb_per_s / _GIGA
+        compute = (tokens * model.token_flops + pairs) / machine.cpu_tflop_per_s / _TERA
+        return PromptTime(max(read, compute), read, compute)
+    gpu = machine.gpus[0]
+    sweeps = -(-tokens // sweep_tokens)
+    is_quantized = min(tokens, sweep_tokens) >= quantize_from
+    link, exchanged = gpu.link_gb_per_s, 0.0
+    if num_gpus > 1:
+        link *= _JOINT_LINK_SHARE
+        sent = _EXCHANGED_BYTES * model.hidden_size * model.num_layers * tokens
+        exchanged = sent / gpu.peer_gb_per_s / _GIGA
+    dense = model.streamed_bytes - model.expert_bytes
+    transfer = sweeps * (dense + model.expert_bytes / num_gpus) / link / _GIGA
+    per_token = model.token_flops / _products_rate(gpu, is_quantized=is_quantized)
+    attention = pairs / (_ATTENTION_SHARE * gpu.bf16_tflop_per_s * _TERA)
+    compute = (tokens * per_token + attention) / num_gpus
+    compute += sweeps * model.num_layers * _SWEEP_LAYER_SECONDS
+    longer, shorter = max(transfer, compute), min(transfer, compute)
+    return PromptTime(longer + _OVERLAP_LOSS * shorter + exchanged, transfer, compute)
+
+
+def step_time(
+    model: Footprint, machine: Machine, batch: int, context: int, *, num_gpus: int = 1
+) -> StepTime:
+    """One token of each of `batch` sequences of `context` tokens; 0 GPUs: all on the CPU."""
+    read = machine.read_gb_per_s * _GIGA
+    kv_bytes = batch * context * model.kv_token_bytes
+    chosen = model.chosen_bytes(batch)
+    if num_gpus == 0:
+        seconds = (chosen + model.dense_bytes + kv_bytes) / read / _CPU_STEP_SHARE
+        return StepTime(seconds, seconds, 0.0)
+    share = _ONE_TOKEN_SHARE if batch == 1 else _FEW_TOKENS_SHARE
+    cpu = chosen / read / share
+    gpu_read = _GPU_READ_SHARE * machine.gpus[0].memory_gb_per_s * _GIGA
+    gpu = model.num_layers * _DECODE_LAYER_SECONDS + model.num_routed * _HAND_OVER_SECONDS
+    gpu += (model.serial_bytes + _KV_READS * kv_bytes) / gpu_read
+    return StepTime(cpu + gpu, cpu, gpu)
+
+
+def two_streams_per_second(
+    model: Footprint, machine: Machine, context: int, *, num_gpus: int = 1
+) -> float:
+    """Tokens per second of two sequences: one batch, or two micro-batches that take turns."""
+    merged = step_time(model, machine, 2, context, num_gpus=num_gpus)
+    alone = step_time(model, machine, 1, context, num_gpus=num_gpus)
+    parts = alone.cpu_seconds, alone.gpu_seconds
+    dual = max(2 * parts[0], 2 * parts[1], sum(parts))
+    return 2 / (min(merged.seconds, dual) if num_gpus else merged.seconds)
+
+
+def quantize_from(model: Footprint, machine: Machine) -> int:
+    """Tokens of a sweep from which BF16 takes longer to compute than the weights to arrive."""
+    low, high = 1, 1 << 20
+    while low < high:
+        middle = (low + high) // 2
+        found = prompt_time(model, machine, middle, sweep_tokens=1 << 20, quantize_from=1 << 62)
+        if found.compute_seconds > found.transfer_seconds:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _products_rate(gpu: Gpu, *, is_quantized: bool) -> float:
+    """Operations per second with the weights of a sweep."""
+    if is_quantized and gpu.fp8_tflop_per_s:
+        return _FP8_SHARE * gpu.fp8_tflop_per_s * _TERA
+    return _BF16_SHARE * gpu.bf16_tflop_per_s * _TERA
