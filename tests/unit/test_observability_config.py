@@ -112,17 +112,17 @@ def test_every_process_is_scraped_where_it_listens() -> None:
     services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
     jobs = {job["job_name"]: job for job in read("prometheus.yaml")["scrape_configs"]}
     for name, job in jobs.items():
-        [lookup] = job["dns_sd_configs"]
-        for host in lookup["names"]:
-            environment = services[host]["environment"]
-            if name == "gateway":
-                listen = environment["HEADWATER_GATEWAY_METRICS_LISTEN"]
-                offset = 0
-            else:
-                listen = environment["HEADWATER_TELEMETRY_PROMETHEUS_LISTEN"]
-                offset = SERVICES.index(name)
-            assert listen.startswith("0.0.0.0:")
-            assert lookup["port"] == int(listen.rpartition(":")[2]) + offset
+        [[target]] = [each["targets"] for each in job["static_configs"]]
+        host, _, port = target.rpartition(":")
+        environment = services[host]["environment"]
+        if name == "gateway":
+            listen, offset = environment["HEADWATER_GATEWAY_METRICS_LISTEN"], 0
+        else:
+            listen = environment["HEADWATER_TELEMETRY_PROMETHEUS_LISTEN"]
+            offset = SERVICES.index(name)
+        assert host == name
+        assert listen.startswith("0.0.0.0:")
+        assert int(port) == int(listen.rpartition(":")[2]) + offset
 
 
 def test_the_collector_is_where_traces_are_sent_and_sends_them_on() -> None:
