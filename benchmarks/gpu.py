@@ -79,13 +79,13 @@ def hybrid(arguments: argparse.Namespace) -> None:
 
 
 def dual(arguments: argparse.Namespace) -> None:
-    """Two micro-batches against one, over shapes whose CPU part is large, middling and small."""
+    """Two micro-batches against one: where GPU and CPU take alike, and where one of them rules."""
     from headwater.bench.gpu.hybrid import Shape, bench_dual
 
     cases: dict[Shape, tuple[tuple[int, int], ...]] = {
-        # Rows are attended to one by one, so that halves of many long ones take half of the time.
-        Shape(arguments.shape, arguments.layers, 2, 1, 640): ((32, 32768), (16, 32768)),
-        Shape(arguments.shape, arguments.layers, 2, 1, 256): ((8, 4096), (32, 16384)),
+        # Many long rows and few small experts: halves take half of the time on either side.
+        Shape(arguments.shape, arguments.layers, 2, 1, 128): ((32, 32768), (8, 4096)),
+        Shape(arguments.shape, arguments.layers, 2, 1, 256): ((32, 65536), (32, 16384)),
         Shape(arguments.shape, arguments.layers, 2, 2, 512): ((8, 16384), (2, 1024)),
         Shape(arguments.shape, arguments.layers, 2): ((2, 1024), (8, 16384)),
     }

@@ -76,7 +76,7 @@ def check_hybrid(architecture: str, device: torch.device) -> None:
             )
             parts = micro_batches(5, is_dual=is_dual)
             logits = [
-                decoder.logits(decoder.step(parts, tokens[:, i], torch.full((5,), i))[0]).cpu()
+                decoder.logits(decoder.step(parts, tokens[:, i], torch.full((5,), i))[0]).clone()
                 for i in range(12)
             ]
             found.append(torch.stack(logits).flatten(0, 1))

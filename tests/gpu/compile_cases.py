@@ -105,8 +105,10 @@ def _compile_others() -> None:
     places, weights = _empty(100, 8, dtype=torch.int32), _empty(100, 8)
     combine.add_weighted(_empty(100, HIDDEN), _empty(50, HIDDEN), places, weights, 3)
     lane = Lane(1, 64, 8, torch.device("cpu"))
-    handover.post(lane, 2, _empty(1, HIDDEN), _empty(1, 8, dtype=torch.int64), _empty(1, 8))
-    handover.add_answer(lane, 2, _empty(1, HIDDEN))
+    for count in (1, 3):
+        chosen = _empty(count, 8, dtype=torch.int64)
+        handover.post(lane, 2, _empty(count, HIDDEN), chosen, _empty(count, 8))
+        handover.add_answer(lane, 2, _empty(count, HIDDEN))
     pieces, weight = _empty(3, 1, HIDDEN), _empty(HIDDEN)
     decode_steps.add_and_norm(_empty(1, HIDDEN), pieces, weight, 1e-6, is_kept=True)
     positions = _empty(1, dtype=torch.int64)
@@ -123,7 +125,8 @@ def _compile_others() -> None:
     if _capability >= FP8_CAPABILITY:
         activations.quantize(x)
         values = _empty(1536, HIDDEN, dtype=torch.float8_e4m3fn)
-        few_rows.few_rows_pieces(x[:1], values, _empty(12, HIDDEN // 128))
+        for count in (1, 5):
+            few_rows.few_rows_pieces(x[:count], values, _empty(12, HIDDEN // 128))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def test_kernels_compile_for_real_cards() -> None:
         assert int(shared) <= SHARED_MEMORY[int(card)], line
     kernels = ("_grouped", "_add_weighted", "_post", "_add_answer", "_choose", "_mla_inputs")
     assert {(card, name) for card in SHARED_MEMORY for name in kernels} <= names
+    assert {(90, "_multiply"), (90, "_multiply_one")} <= names
 
 
 @needs_triton

@@ -80,6 +80,7 @@ class HybridDecoder:
             self._layers.append(_Layer(layer, below, angles[rope], number))
         self._final_norm = source.norm("final_norm")
         self._head = source.matrix("embed" if spec.is_embedding_tied else "lm_head")
+        self._logits = torch.empty(max_rows, spec.vocab_size, pin_memory=device.type == "cuda")
         entry = self._layers[0].attention.entry_shape
         shape = (len(self._layers), max_rows, max_context, *entry)
         # BF16 [layers, rows, context, *entry].
@@ -134,8 +135,20 @@ class HybridDecoder:
         return torch.cat(hidden), torch.cat(entries, dim=1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states after the last layer, FP32 [T, hidden] -> FP32 [T, vocabulary]."""
-        return self._head.product(self._final_norm(hidden).bfloat16())
+        """Hidden states after the last layer, FP32 [T, hidden] -> FP32 [T, vocabulary].
+
+        The result is on the host, and overwritten by the next call for no more than `max_rows`.
+        """
+        count = hidden.shape[0]
+        if count > self.max_rows:
+            pieces = [self.logits(rows).clone() for rows in hidden.split(self.max_rows)]
+            return torch.cat(pieces)
+        found = self._head.product(self._final_norm(hidden.to(self.device)).bfloat16())
+        # Through pageable memory the copy takes longer than some layers.
+        self._logits[:count].copy_(found, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return self._logits[:count]
 
     def bound(self, num_tokens: int) -> int:
         """Tokens of context that a captured step reads: powers of two, so that few are captured."""

@@ -89,10 +89,10 @@ class HybridModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See Model; both on the host."""
+        """See Model; both on the host, the result valid until the next call."""
         if self._decoder is None:
             return self._on_cpu.logits(hidden)
-        return self._decoder.logits(hidden.to(self._decoder.device)).cpu()
+        return self._decoder.logits(hidden)
 
     def _for_device(self, batch: Batch) -> list[SequenceSpan]:
         """The spans that the decoder computes; no more than it has rows."""

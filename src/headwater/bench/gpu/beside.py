@@ -73,7 +73,7 @@ def _steps(decoder: HybridDecoder, batch: int, context: int, goes_on: Any) -> li
     while goes_on(len(times)):
         tokens = torch.randint(decoder.spec.vocab_size, (batch,), generator=generator)
         began_at = time.perf_counter()
-        decoder.logits(decoder.step(parts, tokens, positions)[0]).cpu()
+        decoder.logits(decoder.step(parts, tokens, positions)[0])
         times.append(time.perf_counter() - began_at)
     return times
 

