@@ -17,10 +17,12 @@ import openai
 import pytest
 
 from headwater.client import Client
+from headwater.generation import SamplingParams
 from tests.compose.project import ComposeProject, docker, not_usable_reason
 
 WATCHDOG_SECONDS = 3600
 MODEL = "SmolLM2-135M-Instruct"
+QUESTION = "What is the capital of France?"
 ENGINES = ("decode", "prefill", "router", "gateway")
 # Of the container's first process: all others inherit it.
 AFFINITY = "import json, os; print(json.dumps(sorted(os.sched_getaffinity(1))))"
@@ -101,7 +103,7 @@ def ask_over_http(project: ComposeProject) -> str:
             model=MODEL,
             temperature=0,
             max_tokens=20,
-            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            messages=[{"role": "user", "content": QUESTION}],
         )
     return reply.choices[0].message.content or ""
 
@@ -112,7 +114,8 @@ def test_answers_over_http(project: ComposeProject) -> None:
 
 async def test_answers_over_grpc(project: ComposeProject) -> None:
     async with Client(f"127.0.0.1:{project.router_port}") as client:
-        pieces = [event.text async for event in client.chat([("user", "Capital of France?")])]
+        events = client.chat([("user", QUESTION)], SamplingParams(temperature=0, max_tokens=20))
+        pieces = [event.text async for event in events]
     assert "Paris" in "".join(pieces)
 
 
