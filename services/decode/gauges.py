@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headwater.gpu.hybrid_model import HybridModel
 from headwater.telemetry.metrics import observe
 from headwater.weights.placement import memory_nodes
 
 if TYPE_CHECKING:
     from headwater.kv.pool import KvPool
+    from headwater.model.interface import Model
     from headwater.services.decode.engine import DecodeEngine
     from headwater.telemetry.metrics import Reading
 
 
-def observe_decode(model_name: str, engine: DecodeEngine, pool: KvPool, read_limit: float) -> None:
+def observe_decode(
+    model_name: str, model: Model, engine: DecodeEngine, pool: KvPool, read_limit: float
+) -> None:
     """Exports batch, KV pool and memory traffic; `read_limit` in bytes/s, zero: not measured."""
+    hybrid = model if isinstance(model, HybridModel) else None
     num_blocks = pool.layout.num_blocks
     nodes = memory_nodes()
 
@@ -44,6 +49,10 @@ def observe_decode(model_name: str, engine: DecodeEngine, pool: KvPool, read_lim
             "headwater.decode.steps": lambda: engine.reading.num_pieces,
             "headwater.decode.busy_time": lambda: engine.reading.busy_seconds,
             "headwater.decode.generated_tokens": lambda: engine.generated.total,
+            "headwater.hybrid.steps": lambda: hybrid.num_device_steps if hybrid else 0,
+            "headwater.hybrid.dual_steps": lambda: hybrid.num_dual_steps if hybrid else 0,
+            "headwater.hybrid.dual_gain": lambda: hybrid.dual_speedup if hybrid else 0.0,
+            "headwater.hybrid.pulled": lambda: hybrid.pulled_bytes if hybrid else 0,
             "headwater.dram.read": lambda: per_node(engine.reading.total),
             "headwater.dram.rate": lambda: per_node(engine.reading.per_second()),
             "headwater.dram.limit": lambda: read_limit,

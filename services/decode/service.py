@@ -74,7 +74,7 @@ async def run(config: Config) -> None:
         servicer.read_limit = await asyncio.to_thread(owner.read_limit)
         engine.start(calibrates=True)
         servicer.engine = engine
-        observe_decode(owner.model_name, engine, memory.pool, servicer.read_limit)
+        observe_decode(owner.model_name, memory.model, engine, memory.pool, servicer.read_limit)
         sweeping = asyncio.create_task(owner.sweep_forever())
         await server.set_ready(True)
         await asyncio.wait((stopping, sweeping), return_when=asyncio.FIRST_COMPLETED)

@@ -79,7 +79,10 @@ class Queue:
 def prefill_seconds(load: PrefillLoad, num_tokens: int) -> float:
     """Time until the prefill service has computed `num_tokens` more; zero when nothing is known."""
     ahead = _ahead(load.pending_tokens, num_tokens, load.costs.max_tokens_per_pass)
-    return load.costs.seconds(ahead + num_tokens)
+    # Those before are under way, half through on average, in a pass that nobody can join; through
+    # a GPU that weights stream to, a pass takes as long as thousands of tokens.
+    under_way = load.costs.seconds_per_pass / 2 if ahead else 0.0
+    return under_way + load.costs.seconds(ahead + num_tokens)
 
 
 def extend_seconds(load: DecodeLoad, num_tokens: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headwater.costs import PassCosts
+from headwater.costs import CostMeter, PassCosts
 from headwater.services.router.outlook import Correction, Outlook
 from headwater.services.router.policy import (
     DecodeLoad,
@@ -35,11 +35,11 @@ UNKNOWN = PassCosts(max_tokens_per_pass=100)
         (0, 2000, 3.0),
         (0, 2001, 4.001),
         # A short one waits for the pass under way and shares the next.
-        (100, 10, 1.11),
-        (2000, 10, 4.01),
-        (100_000, 10, 2 * 1.0 + 3.010),
+        (100, 10, 0.5 + 1.11),
+        (2000, 10, 0.5 + 4.01),
+        (100_000, 10, 0.5 + 2 * 1.0 + 3.010),
         # A long one waits for all.
-        (100_000, 2000, 51 * 1.0 + 102.0),
+        (100_000, 2000, 0.5 + 51 * 1.0 + 102.0),
     ],
 )
 def test_prefill(pending: int, tokens: int, seconds: float) -> None:
@@ -95,6 +95,49 @@ def test_path(
         PromptPath.EXTEND: extend_seconds(decode_load, tokens),
     }
     assert choose_path(expected, tokens, prefill_load, decode_load) is PromptPath(path)
+
+
+# DeepSeek-V3 on a machine as in examples/machines/h200.toml: what sweeps took there
+# (benchmarks/results/slp.json), and decode on 16 cores by `headwater plan`, in pieces of 64.
+SWEEPS = {4096: 12.25, 8192: 12.62, 16384: 12.65, 32768: 13.18}
+EXTEND_ON_CPU = PassCosts(0.2, 0.0175, 9, 64)
+STRICT: dict[str, Any] = {"num_streams": 2, "step_seconds": 0.19, "tpot_seconds": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("pending", "load", "tokens", "path"),
+    [
+        # A sweep takes 12 s however short the prompt; the CPU computes some 590 tokens in that.
+        (0, {}, 64, "extend"),
+        (0, {}, 500, "extend"),
+        (0, {}, 700, "prefill"),
+        (0, {}, 16384, "prefill"),
+        # A sweep is under way, and the prompt has to wait for the next one.
+        (20_000, {}, 700, "extend"),
+        (20_000, {}, 900, "extend"),
+        (20_000, {}, 1000, "prefill"),
+        # Running answers with strict wishes leave the CPU half of its time.
+        (0, STRICT, 64, "extend"),
+        (0, STRICT, 500, "prefill"),
+    ],
+)
+def test_crossover_of_a_gpu_through_which_weights_stream(
+    pending: int, load: dict[str, Any], tokens: int, path: str
+) -> None:
+    """By the costs that its passes report, whatever computes them."""
+    meter = CostMeter(65536)
+    for count, seconds in SWEEPS.items():
+        meter.observe(count, seconds)
+    assert meter.costs.seconds_per_pass == pytest.approx(12.2, abs=0.2)
+    prefill, decode = (
+        PrefillLoad(meter.costs, pending),
+        DecodeLoad(extend_costs=EXTEND_ON_CPU, **load),
+    )
+    expected = {
+        PromptPath.PREFILL: prefill_seconds(prefill, tokens),
+        PromptPath.EXTEND: extend_seconds(decode, tokens),
+    }
+    assert choose_path(expected, tokens, prefill, decode) is PromptPath(path)
 
 
 @pytest.mark.parametrize(
