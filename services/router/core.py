@@ -275,7 +275,6 @@ class RouterCore:
         self, event: TextEvent, asked: Attainment, request: RouterRequest, span: RequestSpan
     ) -> None:
         self.generated_tokens.add(len(event.tokens))
-        self._metrics.sent(len(event.tokens))
         if span.records_content:
             span.tokens(event.index, [token.id for token in event.tokens])
         if event.finish_reason is not None and event.usage is not None and event.timings:

@@ -26,6 +26,8 @@ def observe_router(core: RouterCore) -> None:
         {
             "vllm:num_requests_running": lambda: core.admission.num_running,
             "vllm:num_requests_waiting": lambda: core.admission.num_waiting,
+            # Counted anyway; a counter of its own would cost as much as all else per token.
+            "vllm:generation_tokens": lambda: core.generated_tokens.total,
         },
         {"model_name": core.model.name},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import aclosing
 from typing import TYPE_CHECKING, cast
 
 import grpc
@@ -18,6 +19,7 @@ from headwater.errors import (
 from headwater.generation import TokenEvent
 from headwater.kv.hashing import block_hashes
 from headwater.rpc.channel import open_channel
+from headwater.rpc.streams import received
 from headwater.services.router.engines import KvUse, Lease
 from headwater.services.router.health import HealthWatch
 from headwater.services.router.policy import (
@@ -145,13 +147,12 @@ class GrpcPrefill(Peer):
                 request, timeout=_seconds_left(deadline), metadata=outgoing_metadata()
             )
             try:
-                async for reply in call:
-                    if reply.HasField("progress"):
-                        yield _share(reply.progress)
+                async with aclosing(received(call)) as replies:
+                    async for reply in replies:
+                        if reply.HasField("progress"):
+                            yield _share(reply.progress)
             except grpc.aio.AioRpcError as failure:
                 raise self.error(failure, "computing the prompt") from failure
-            finally:
-                call.cancel()
 
 
 class GrpcDecode(Peer):
@@ -248,12 +249,11 @@ class GrpcDecode(Peer):
                 request, timeout=_seconds_left(deadline), metadata=outgoing_metadata()
             )
             try:
-                async for reply in call:
-                    yield _token_event(reply)
+                async with aclosing(received(call)) as replies:
+                    async for reply in replies:
+                        yield _token_event(reply)
             except grpc.aio.AioRpcError as failure:
                 raise self.error(failure, "generating") from failure
-            finally:
-                call.cancel()
 
 
 def _lease_from_pb(message: kv_pb2.KvLease) -> Lease:

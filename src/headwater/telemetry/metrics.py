@@ -62,7 +62,6 @@ _prompt_tokens = _histogram("vllm:request_prompt_tokens")
 _answer_tokens = _histogram("vllm:request_generation_tokens")
 _success = _counter("vllm:request_success")
 _prompt_tokens_total = _counter("vllm:prompt_tokens")
-_sent_tokens = _counter("vllm:generation_tokens")
 _server_ttft = _histogram("gen_ai.server.time_to_first_token")
 _server_tpot = _histogram("gen_ai.server.time_per_output_token")
 _server_duration = _histogram("gen_ai.server.request.duration")
@@ -88,10 +87,6 @@ class RequestMetrics:
     def token_gap(self, seconds: float) -> None:
         """Two tokens of an answer came `seconds` after each other."""
         _token_gap.record(seconds, self._model)
-
-    def sent(self, num_tokens: int) -> None:
-        """Tokens are on their way to the caller."""
-        _sent_tokens.add(num_tokens, self._model)
 
     def answered(
         self, operation: str, reason: FinishReason, usage: Usage, timings: Timings

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
 METRICS_INTERVAL_MILLIS = 10_000
-_SPANS_DELAY_MILLIS = 1_000
+# Each sending costs a millisecond or two, however few the spans.
+_SPANS_DELAY_MILLIS = 5_000
 # A request makes about ten spans: room for a burst of hundreds of requests.
 _MAX_QUEUED_SPANS = 8192
 # A prompt of a million tokens in chunks of 2,048 has half as many.
