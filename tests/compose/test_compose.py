@@ -26,21 +26,25 @@ QUESTION = "What is the capital of France?"
 ENGINES = ("decode", "prefill", "router", "gateway")
 # Of the container's first process: all others inherit it.
 AFFINITY = "import json, os; print(json.dumps(sorted(os.sched_getaffinity(1))))"
-# Pss in bytes of every process of the container, but of this program: of the mapped segments by
-# kind, and of everything else.
+# Pss in bytes of every process of the container, but of this program: of the segments by kind, and
+# of everything else. Segments are known by their inodes: their maker mapped them without a name.
 MEMORY = """
-import glob, json, os, re
+import glob, json, os
+kinds = {}
+for entry in os.scandir("/dev/shm"):
+    status = entry.stat()
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    kinds[device, str(status.st_ino)] = entry.name.split(".")[1]
 sums = {"weights": 0, "kv": 0, "other": 0}
 for path in glob.glob("/proc/[0-9]*/smaps"):
     if path.split("/")[2] == str(os.getpid()):
         continue
-    kind = "other"
     for line in open(path):
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            found = re.search(r"/dev/shm/[^ ]*[.](weights|kv)[.]", line)
-            kind = found[1] if found else "other"
-        elif line.startswith("Pss:"):
-            sums[kind] += int(line.split()[1]) * 1024
+        fields = line.split()
+        if "-" in fields[0]:
+            kind = kinds.get((fields[3], fields[4]), "other")
+        elif fields[0] == "Pss:":
+            sums[kind] += int(fields[1]) * 1024
 print(json.dumps(sums))
 """
 
