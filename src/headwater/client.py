@@ -10,6 +10,7 @@ import grpc
 
 from headwater.generation import SamplingParams, TextEvent
 from headwater.rpc.channel import open_channel
+from headwater.rpc.streams import received
 from headwater.telemetry.metrics import record_client_call
 from headwater.telemetry.tracing import outgoing_metadata
 from headwater.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
@@ -110,10 +111,12 @@ class Client:
             request.sampling.CopyFrom(sampling_to_pb(sampling))
         call = self._router.Generate(request, timeout=timeout_seconds, metadata=outgoing_metadata())
         try:
-            async for response in call:
-                event = _event_from_pb(response)
-                usage = event.usage or usage
-                yield event
+            # Closing it ends the request at the server when the caller stops listening.
+            async with aclosing(received(call)) as responses:
+                async for response in responses:
+                    event = _event_from_pb(response)
+                    usage = event.usage or usage
+                    yield event
             error_type = None
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure)
@@ -121,8 +124,6 @@ class Client:
             raise error from failure
         finally:
             record_client_call(operation, time.monotonic() - began_at, usage, error_type)
-            # Ends the request at the server when the caller stops listening.
-            call.cancel()
 
 
 def _event_from_pb(message: router_service_pb2.GenerateResponse) -> TextEvent:

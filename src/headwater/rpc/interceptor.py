@@ -7,7 +7,6 @@ fault of ours: it is logged with its traceback and becomes INTERNAL.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -136,9 +135,22 @@ async def _abort(method: str, context: Context, failure: Exception, span: Span) 
         logger.error("%s failed", method, exc_info=failure)
         failure = InternalError(f"{method} failed by a fault of ours: {failure!r}; see the log")
     failed(span, failure, code_of(failure).value[0])
-    # A caller that goes away while the status is on its way needs none.
-    with contextlib.suppress(grpc.aio.InternalError):
-        await context.abort_with_status(rpc_status.to_status(status_of(failure)))
+    if not _has_left(context):
+        try:
+            await context.abort_with_status(rpc_status.to_status(status_of(failure)))
+        except grpc.aio.InternalError:
+            logger.debug("%s: the caller left while its status was sent", method)
+    # To return would have gRPC send a status of its own, to nobody.
+    raise asyncio.CancelledError
+
+
+def _has_left(context: Context) -> bool:
+    """Whether the call has ended for its caller.
+
+    A status that can be sent no more would cost its memory for good; see headwater.rpc.streams.
+    """
+    left = context.time_remaining()
+    return context.cancelled() or (left is not None and left <= 0)
 
 
 def _number_of(code: grpc.StatusCode | int) -> int:
