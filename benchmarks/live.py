@@ -13,7 +13,7 @@ from headwater.shm import list_segments, reap
 from tests.integration.stack import Stack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 def default_model() -> Path:
@@ -23,12 +23,14 @@ def default_model() -> Path:
 
 
 @contextlib.contextmanager
-def live_stack(checkpoint: Path, folder: Path, *settings: str) -> Iterator[Stack]:
-    """A running stack with its logs in `folder`; all cores are its to use."""
+def live_stack(
+    checkpoint: Path, folder: Path, *settings: str, cpus: Mapping[str, str] | None = None
+) -> Iterator[Stack]:
+    """A running stack with its logs in `folder`; all cores are its to use, or those in `cpus`."""
     prefix = f"hwbench-{os.getpid()}"
     cores = len(os.sched_getaffinity(0))
     threads = (f"decode.threads={cores}", f"prefill.threads={cores}", "router.prompt_path=auto")
-    stack = Stack(checkpoint, prefix, folder, [*threads, *settings])
+    stack = Stack(checkpoint, prefix, folder, [*threads, *settings], cpus)
     try:
         stack.start()
         yield stack

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headwater.rpc.channel import open_blocking_channel
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 SERVICES = {
@@ -32,13 +33,24 @@ def free_port() -> int:
 
 
 class Stack:
-    """prefill, decode and router for one model; `settings` are "section.key=value"."""
+    """prefill, decode and router for one model; `settings` are "section.key=value".
 
-    def __init__(self, model: Path, shm_prefix: str, log_dir: Path, settings: list[str]) -> None:
+    `cpus` keeps processes on the named CPUs, as `taskset` writes them.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        shm_prefix: str,
+        log_dir: Path,
+        settings: list[str],
+        cpus: Mapping[str, str] | None = None,
+    ) -> None:
         self.addresses = {name: f"127.0.0.1:{free_port()}" for name in SERVICES}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.first_pids: dict[str, int] = {}
         self._log_dir = log_dir
+        self._cpus = dict(cpus or {})
         self._settings = [
             f"model.path={model}",
             "model.name=tiny",
@@ -72,6 +84,8 @@ class Stack:
     def spawn(self, name: str) -> None:
         """Starts a process without waiting for it."""
         command = [sys.executable, "-m", f"headwater.services.{name}"]
+        if name in self._cpus:
+            command = ["taskset", "-c", self._cpus[name], *command]
         for setting in self._settings:
             command += ["--set", setting]
         with self.log_path(name).open("ab") as log:
