@@ -185,14 +185,16 @@ H200 = GpuFacts(0, "H200", (9, 0), 140 * GIB, 139 * GIB, "0000:0a:00.0", "", 55.
 LINK = "/sys/bus/pci/devices/0000:0a:00.0"
 
 
-def cuda(*devices: GpuFacts, wanted: str = "auto") -> CudaFacts:
-    return CudaFacts(wanted, "2.11.0", "13.0", devices)
+def cuda(*devices: GpuFacts, demanded_by: tuple[str, ...] = ()) -> CudaFacts:
+    return CudaFacts(demanded_by, "2.11.0", "13.0", devices)
 
 
 def test_no_gpu(tmp_path: Path) -> None:
     bare = make_host(tmp_path / "bare", {})
     assert levels(gpu.check_gpus(bare, cuda())) == ["ok"]
-    assert levels(gpu.check_gpus(bare, cuda(wanted="on"))) == ["error"]
+    [missing] = gpu.check_gpus(bare, cuda(demanded_by=("gpu.prefill", "gpu.decode")))
+    assert missing.level is Level.ERROR
+    assert missing.text == "none, but gpu.prefill and gpu.decode demand one"
     assert gpu.check_driver(bare, cuda())[0].text == "none, and none needed"
     hidden = make_host(tmp_path / "hidden", {"/dev/nvidia0": ""})
     [unseen] = gpu.check_gpus(hidden, cuda())
@@ -231,7 +233,7 @@ def test_a_gpu_on_half_a_link_that_is_slow_or_too_old(tmp_path: Path) -> None:
     assert levels(gpu.check_links(silent, cuda(broken))) == ["warning", "error"]
     old = GpuFacts(0, "X", (7, 5), GIB, GIB, "", "gpu.device: X is too old", 10.0)
     assert levels(gpu.check_gpus(host, cuda(old))) == ["warning"]
-    assert levels(gpu.check_gpus(host, cuda(old, wanted="on"))) == ["error"]
+    assert levels(gpu.check_gpus(host, cuda(old, demanded_by=("gpu.decode",)))) == ["error"]
 
 
 def test_disk_and_model(tmp_path: Path) -> None:

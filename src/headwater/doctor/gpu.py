@@ -43,9 +43,9 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """What the process sees of CUDA; `wanted` is the setting gpu.prefill."""
+    """What the process sees of CUDA; `demanded_by` are the settings that are "on"."""
 
-    wanted: str
+    demanded_by: tuple[str, ...]
     torch_version: str
     cuda_version: str
     devices: tuple[GpuFacts, ...]
@@ -63,11 +63,10 @@ def check_gpus(host: Host, cuda: CudaFacts) -> list[Finding]:
         )
         if not gpu.problem:
             findings.append(ok(GPU, text))
-        elif cuda.wanted == "on":
+        elif cuda.demanded_by:
             findings.append(error(GPU, f"{text}; {gpu.problem}", "do as it says"))
         else:
-            remedy = "do as it says, or set gpu.prefill to off"
-            findings.append(warning(GPU, f"{text}; {gpu.problem}", remedy))
+            findings.append(warning(GPU, f"{text}; {gpu.problem}", "do as it says"))
     return findings
 
 
@@ -79,9 +78,10 @@ def _no_gpu(host: Host, cuda: CudaFacts) -> Finding:
             f"the machine has one, but torch {cuda.torch_version or '(missing)'} does not see it",
             "install torch with CUDA, and give the process the device (compose: profile gpu)",
         )
-    if cuda.wanted == "on":
-        remedy = "set gpu.prefill to auto or off, or give the process a GPU"
-        return error(GPU, "none, but gpu.prefill is on", remedy)
+    if cuda.demanded_by:
+        settings = " and ".join(cuda.demanded_by)
+        remedy = f"set {settings} to auto or off, or give the process a GPU"
+        return error(GPU, f"none, but {settings} demand one", remedy)
     return ok(GPU, "none; prompts and answers are computed on the CPU")
 
 

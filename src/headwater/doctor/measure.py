@@ -131,17 +131,17 @@ def bind_error(address: str) -> str:
     return ""
 
 
-def cuda_facts(wanted: str, vram_gib: float) -> CudaFacts:
+def cuda_facts(demanded_by: tuple[str, ...], vram_gib: float) -> CudaFacts:
     """The CUDA devices that torch sees, with the rate of copies to each."""
     try:
         import torch
     except ImportError:
-        return CudaFacts(wanted, "", "", ())
+        return CudaFacts(demanded_by, "", "", ())
     cuda = str(torch.version.cuda or "")
     if not torch.cuda.is_available():
-        return CudaFacts(wanted, torch.__version__, cuda, ())
+        return CudaFacts(demanded_by, torch.__version__, cuda, ())
     devices = tuple(_gpu_facts(i, vram_gib) for i in range(torch.cuda.device_count()))
-    return CudaFacts(wanted, torch.__version__, cuda, devices)
+    return CudaFacts(demanded_by, torch.__version__, cuda, devices)
 
 
 def _gpu_facts(index: int, vram_gib: float) -> GpuFacts:

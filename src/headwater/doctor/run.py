@@ -49,7 +49,9 @@ def examine(config: Config, host: Host | None = None) -> Iterator[Finding]:
     yield from memory.check_ram(host, space.own_bytes if space else 0, needed, what)
     yield from memory.check_huge_pages(host)
     yield from memory.check_shm(space, needed, what)
-    cuda = measure.cuda_facts(config.gpu.prefill, config.gpu.vram_gib)
+    demands = {"gpu.prefill": config.gpu.prefill, "gpu.decode": config.gpu.decode}
+    demanded_by = tuple(setting for setting, value in demands.items() if value == "on")
+    cuda = measure.cuda_facts(demanded_by, config.gpu.vram_gib)
     yield from memory.check_memlock(_memlock(), has_gpu=bool(cuda.devices))
     yield from memory.check_sys_nice(host, len(nodes), measure.bind_problem(nodes[0]))
     yield from gpu.check_gpus(host, cuda)
