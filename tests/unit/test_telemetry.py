@@ -19,7 +19,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from headwater.config import TelemetryConfig
+from headwater.cli import stack
+from headwater.cli.supervise import Supervisor
+from headwater.config import TelemetryConfig, load_config
 from headwater.errors import ConfigError, KvExhaustedError
 from headwater.generation import FinishReason, SamplingParams, Timings, Usage
 from headwater.telemetry import metrics, tracing
@@ -143,6 +145,18 @@ def test_what_the_kernel_knows_of_this_process(reader: InMemoryMetricReader) -> 
     assert float(values["process_open_fds"]) >= 3
     assert float(values["process_cpu_seconds_total"]) > 0
     assert float(values["process_start_time_seconds"]) > 1_600_000_000
+
+
+def test_the_supervisor_shows_who_runs(reader: InMemoryMetricReader, tmp_path: Path) -> None:
+    config = load_config(config_file=None, environ={}, assignments=[f"state.run_dir={tmp_path}"])
+    stack.run_dir(config).mkdir()
+    supervisor = Supervisor(config, tmp_path / "config.toml")
+    supervisor.observe()
+    supervisor._restarts["decode"].count += 2
+    lines = render(reader.get_metrics_data()).splitlines()
+    assert 'headwater_supervisor_restarts_total{process="decode"} 2' in lines
+    assert 'headwater_supervisor_restarts_total{process="gateway"} 0' in lines
+    assert 'headwater_supervisor_process_up{process="router"} 0' in lines
 
 
 def test_the_endpoint_of_a_process() -> None:

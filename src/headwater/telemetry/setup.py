@@ -6,6 +6,7 @@ span and metric is a no-op.
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from headwater.config import TelemetryConfig
     from headwater.telemetry.catalogue import Process
+
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -86,5 +90,6 @@ def _export_metrics(
             with lock:
                 return render(scraped.get_metrics_data())
 
-        address = scrape_address(config.prometheus_listen, service)
-        stack.enter_context(scrape_endpoint(address, read))
+        host, port = scrape_address(config.prometheus_listen, service)
+        port = stack.enter_context(scrape_endpoint((host, port), read))
+        logger.info("metrics at http://%s:%d/metrics", host, port)
