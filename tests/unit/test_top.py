@@ -122,6 +122,7 @@ def write_process(proc: Path, pid: int, ticks: int) -> None:
     times = f"{ticks} 0"
     (folder / "stat").write_text(f"{pid} (a b) S 1 1 1 0 -1 0 0 0 0 0 {times} 0 0 20 0 1 0 5")
     (folder / "statm").write_text("100 50 20 1 0 1 0")
+    (folder / "cmdline").write_bytes(b"python\0-m\0headwater.services.router\0")
 
 
 def test_use_of_processes(tmp_path: Path) -> None:
@@ -135,6 +136,8 @@ def test_use_of_processes(tmp_path: Path) -> None:
     second = use.of("router", 7)
     assert second is not None
     assert second.cpus > 0.0
+    (tmp_path / "7" / "cmdline").write_bytes(b"sshd")
+    assert use.of("router", 7) is None
     # Another process under the same name has no past.
     write_process(tmp_path, 8, 900)
     third = use.of("router", 8)

@@ -7,6 +7,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+# One of these is in the command line of every process of a stack. A process in a container has a pid
+# of the container's, which out here may be anybody's.
+_OURS = (b"headwater", b"smg")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -34,7 +37,10 @@ class ProcessUse:
         try:
             fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             resident, shared = (folder / "statm").read_text(encoding="ascii").split()[1:3]
+            command = (folder / "cmdline").read_bytes()
         except OSError:
+            return None
+        if not any(name in command for name in _OURS):
             return None
         # Fields 14 and 15 of proc(5): user and system time.
         seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
