@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# One of these is in the command line of every process of a stack. A process in a container has a pid
-# of the container's, which out here may be anybody's.
+# One of these is in the command line of every process of a stack. A process in a container tells a
+# pid of the container's, which out here may be anybody's.
 _OURS = (b"headwater", b"smg")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
