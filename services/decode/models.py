@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of a device that prefill uses too, without gpu.decode_vram_gib: for prompts, half of what answers
-# take is enough, as their rings do with little.
-_SHARE_BESIDE_PREFILL = 2 / 3
+# Of a device that prefill uses too, without gpu.decode_vram_gib. Where the other half would hold
+# sweeps of a few thousand tokens only, long prompts would lose more than answers gain.
+_SHARE_BESIDE_PREFILL = 1 / 2
 
 
 def answer_model(

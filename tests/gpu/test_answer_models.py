@@ -52,7 +52,7 @@ def test_a_device_with_room_and_one_without(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of what is free, decode takes two thirds, or all when prefill takes nothing."""
+    """Of what is free, decode takes half, or all when prefill takes nothing."""
     caplog.set_level(logging.INFO)
     free = [3 * GIB // 2 + GIB // 8]
 

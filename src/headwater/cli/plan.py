@@ -67,16 +67,18 @@ def _print(found: dict[str, Any]) -> None:
         f" of {machine['dram_gib']:.0f} GiB\n"
     )
     print_table(
-        ("memory, GiB", "has", "weights", "KV", "prefill", ""),
+        ("memory, GiB", "has", "weights", "KV", "prefill"),
         [
             (
                 row["place"],
                 *(f"{row[f'{name}_gib']:.1f}" for name in ("has", "weights", "kv", "prefill")),
-                row["problem"],
             )
             for row in found["memory"]
         ],
     )
+    for row in found["memory"]:
+        if row["problem"]:
+            print(f"{row['place']}: {row['problem']}")
     for way in found["ways"]:
         print(f"\n{way['gpus'] or 'no'} GPU{'s' if way['gpus'] != 1 else ''}")
         print_table(

@@ -121,8 +121,8 @@ class GpuConfig:
     )
     decode_vram_gib: float = setting(
         0.0,
-        "device memory that decode uses, in GiB; 0: what it needs, but no more than two thirds of "
-        "what is free, or all of it when gpu.prefill is off",
+        "device memory that decode uses, in GiB; 0: what it needs, but no more than half of what "
+        "is free, or all of it when gpu.prefill is off",
         low=0.0,
         high=10_000.0,
     )

@@ -27,7 +27,7 @@ _WANTED_ROWS = 16
 _MOST_SWEEP_TOKENS = 65536
 _LEAST_SWEEP_TOKENS = 128
 # As services/decode/models.py and the KV pool share things out.
-_DECODE_SHARE = 2 / 3
+_DECODE_SHARE = 1 / 2
 _POOL_CONTEXTS = 4
 _GIB = 2**30
 
@@ -47,12 +47,13 @@ class DeviceMemory:
 def make_plan(spec: ModelSpec, machine: Machine) -> dict[str, Any]:
     """Rows for each way to run: on the CPU, and with one, two, ... GPUs; ready for JSON."""
     model = footprint_of(spec)
-    memory, sweep_tokens = _memory(spec, model, machine)
+    memory, sweep_tokens, has_decode = _memory(spec, model, machine)
     ways = []
     for num_gpus in range(len(machine.gpus) + 1):
         if num_gpus and not sweep_tokens:
             break
         threshold = quantize_from(model, machine) if num_gpus else 0
+        decode_gpus = num_gpus if has_decode else 0
         prompts = [
             {"tokens": tokens}
             | _with_rate(
@@ -71,7 +72,7 @@ def make_plan(spec: ModelSpec, machine: Machine) -> dict[str, Any]:
         ]
         steps = [
             {"batch": batch}
-            | _with_rate(step_time(model, machine, batch, _CONTEXT, num_gpus=num_gpus), batch)
+            | _with_rate(step_time(model, machine, batch, _CONTEXT, num_gpus=decode_gpus), batch)
             for batch in BATCHES
         ]
         ways.append(
@@ -80,7 +81,7 @@ def make_plan(spec: ModelSpec, machine: Machine) -> dict[str, Any]:
                 "prompts": prompts,
                 "steps": steps,
                 "two_streams_per_s": two_streams_per_second(
-                    model, machine, _CONTEXT, num_gpus=num_gpus
+                    model, machine, _CONTEXT, num_gpus=decode_gpus
                 ),
                 "quantize_from": threshold,
             }
@@ -97,8 +98,12 @@ def _with_rate(found: Any, tokens: int) -> dict[str, float]:
     return asdict(found) | {"tokens_per_s": tokens / found.seconds}
 
 
-def _memory(spec: ModelSpec, model: Footprint, machine: Machine) -> tuple[list[DeviceMemory], int]:
-    """Host and GPUs; and the tokens of a sweep that fit beside decode, 0 when none do."""
+def _memory(
+    spec: ModelSpec, model: Footprint, machine: Machine
+) -> tuple[list[DeviceMemory], int, bool]:
+    """Host and GPUs; the tokens of a sweep that fit beside decode, 0 when none do; and whether
+    the first GPU has room for decode."""
+    has_decode = False
     pool = _POOL_CONTEXTS * spec.max_context_tokens * model.kv_token_bytes
     weights = model.weight_bytes
     missing = weights - machine.dram_gib * _GIB
@@ -117,7 +122,8 @@ def _memory(spec: ModelSpec, model: Footprint, machine: Machine) -> tuple[list[D
     per_layer = model.expert_bytes / max(1, model.num_routed)
     dense = (model.streamed_bytes - model.expert_bytes) / model.num_layers
     for index, gpu in enumerate(machine.gpus):
-        vram, decode_weights, decode_kv, problem = gpu.vram_gib * _GIB, 0.0, 0.0, ""
+        vram, problem = gpu.vram_gib * _GIB, ""
+        decode_weights = decode_kv = taken = 0.0
         if index == 0:
             try:
                 plan = plan_decode(
@@ -129,9 +135,11 @@ def _memory(spec: ModelSpec, model: Footprint, machine: Machine) -> tuple[list[D
                 )
                 decode_weights = plan.weight_bytes
                 decode_kv = plan.cache_bytes + plan.scratch_bytes
+                taken = plan.total_bytes
+                has_decode = True
             except ResourceError as error:
                 problem = f"answers on the CPU: {error}"
-        left = vram - decode_weights - decode_kv
+        left = vram - taken
         # Half a layer of experts and two layers of the rest, at least.
         least = fixed_bytes(spec) + per_layer / 2 + 2 * dense
         tokens = int((left - least) // token_bytes(spec))
@@ -149,4 +157,4 @@ def _memory(spec: ModelSpec, model: Footprint, machine: Machine) -> tuple[list[D
                 problem,
             )
         )
-    return rows, sweep_tokens
+    return rows, sweep_tokens, has_decode
