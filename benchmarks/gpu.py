@@ -85,7 +85,7 @@ def dual(arguments: argparse.Namespace) -> None:
     cases: dict[Shape, tuple[tuple[int, int], ...]] = {
         # Many long rows and few small experts: halves take half of the time on either side.
         Shape(arguments.shape, arguments.layers, 2, 1, 128): ((32, 32768), (8, 4096)),
-        Shape(arguments.shape, arguments.layers, 2, 1, 256): ((32, 65536), (32, 16384)),
+        Shape(arguments.shape, arguments.layers, 2, 1, 256): ((32, 32768), (32, 16384)),
         Shape(arguments.shape, arguments.layers, 2, 2, 512): ((8, 16384), (2, 1024)),
         Shape(arguments.shape, arguments.layers, 2): ((2, 1024), (8, 16384)),
     }
