@@ -33,9 +33,9 @@ MACHINES = ROOT.parent / "examples" / "machines"
 QUANTIZED_FROM = 32768
 
 
-def _figures(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-    return found
+def _figures(name: str) -> Any:
+    """Rows, or one table, of a result file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["figures"]
 
 
 def _with_link(machine: Machine, gb_per_s: float) -> Machine:
@@ -83,7 +83,6 @@ def _on_the_cpu(zen4: Machine) -> Iterator[tuple[str, float, float]]:
     step = step_time(six, _with_read(zen4, row["read_gb_per_s"]), row["batch"], 0, num_gpus=0)
     yield "decode on 2 cores, 6 layers", row["us"] / 1e6, step.seconds
     packing = _figures("prefill_packing")
-    assert isinstance(packing, dict)
     sizes, median = packing["sizes"], packing["median"]
     two = footprint_of(ModelSpec.from_config(make_config("qwen3-30b", layers=2), "config.json"))
     found = prompt_time(two, zen4, sizes["long_tokens"], num_gpus=0)

@@ -24,7 +24,7 @@ from headwater.model.spec import ModelSpec
 from headwater.synth.shapes import make_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # Workers that sleep between layers would be woken 58 times a step.
 _SPIN_US = 20_000
@@ -96,7 +96,7 @@ def bench_hybrid(
             yield _row(shape, spec, decoder, batch, context, seconds, busy, read)
 
 
-def bench_dual(cases: dict[Shape, Sequence[tuple[int, int]]]) -> Iterator[dict[str, Any]]:
+def bench_dual(cases: Mapping[Shape, Sequence[tuple[int, int]]]) -> Iterator[dict[str, Any]]:
     """A row per shape and (rows, context): one batch against two micro-batches."""
     self_test()
     gpu = find_gpu(0)
