@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -51,11 +52,17 @@ def main() -> None:
     parser.add_argument("--json")
     arguments = parser.parse_args()
     prefill, decode = arguments.prefill_cpus, arguments.decode_cpus
+    context = json.loads((arguments.checkpoint / "config.json").read_text())[
+        "max_position_embeddings"
+    ]
     settings = (
         f"prefill.threads={count_cpus(prefill)}",
         f"decode.threads={max(1, count_cpus(decode) - 1)}",
-        f"kv.pool_tokens={(arguments.repeats + 1) * arguments.prompt_tokens + 8192}",
+        # The stream may grow to the model's whole context.
+        f"kv.pool_tokens={context + (arguments.repeats + 1) * arguments.prompt_tokens}",
         "router.prompt_path=prefill",
+        "gpu.prefill=off",
+        "gpu.decode=off",
         # The prompt is to be computed however late it comes.
         "objectives.shed_factor=0",
     )
