@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headwater.bench.timing import ReadProbe, alternate, worker_pool
+from headwater.bench.timing import READ_BYTES, ReadProbe, alternate, worker_pool
 from headwater.bench.weights import Format, random_matrix
 from headwater.kernels import Mode, MoeLayer, WorkerPool, isa
 from headwater.synth.shapes import make_config
@@ -44,9 +44,11 @@ def _measure(pool: WorkerPool, shape: str, fmt: Format, batch: int, experts: int
     def run() -> None:
         layer(x, draws[next(turns) % len(draws)], weights, out, mode)
 
-    timed = alternate(run, ReadProbe(pool), rounds=11)
     distinct = sum(draw.unique().numel() for draw in draws) / len(draws)
     num_bytes = distinct * layer.expert_bytes
+    timed = alternate(
+        run, ReadProbe(pool), rounds=11, at_once=max(1, round(READ_BYTES / num_bytes))
+    )
     gb_per_s = num_bytes / timed.seconds / 1e9
     flops = 2.0 * batch * top_k * 3 * hidden * intermediate
     return {

@@ -74,9 +74,18 @@ def huge_buffer(num_bytes: int) -> torch.Tensor:
 
 
 def alternate(
-    run: Callable[[], None], probe: ReadProbe, *, rounds: int = 9, warm_ups: int = 2
+    run: Callable[[], None],
+    probe: ReadProbe,
+    *,
+    rounds: int = 9,
+    warm_ups: int = 2,
+    at_once: int = 1,
 ) -> Timed:
-    """Times `run` and the probe in turn."""
+    """Times `at_once` runs, one after the other, and the probe in turn.
+
+    A run that is much shorter than the probe's should be timed several at once, as layers follow
+    each other in a model: the threads' start then weighs as little as it does in the probe.
+    """
     for _ in range(warm_ups):
         run()
         probe.gb_per_s()
@@ -84,6 +93,7 @@ def alternate(
     for _ in range(rounds):
         reads.append(probe.gb_per_s())
         started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
+        for _ in range(at_once):
+            run()
+        seconds.append((time.perf_counter() - started) / at_once)
     return Timed(statistics.median(seconds), statistics.median(reads))
