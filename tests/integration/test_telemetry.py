@@ -15,7 +15,8 @@ import pytest
 from headwater.client import Client
 from headwater.errors import PromptTooLongError
 from headwater.generation import SamplingParams
-from headwater.telemetry.catalogue import METRICS, SERVICES
+from headwater.telemetry.catalogue import METRICS
+from headwater.telemetry.metric import SERVICES
 from tests.integration.collector import running_collector
 from tests.integration.gateway import gateway, until_ready
 from tests.integration.stack import free_port
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headwater.generation import Usage
-    from headwater.telemetry.catalogue import Process
+    from headwater.telemetry.metric import Process
     from tests.integration.collector import Collector, Span
     from tests.integration.stack import Stack
 

@@ -25,9 +25,10 @@ from headwater.config import TelemetryConfig, load_config
 from headwater.errors import ConfigError, KvExhaustedError
 from headwater.generation import FinishReason, SamplingParams, Timings, Usage
 from headwater.telemetry import metrics, tracing
-from headwater.telemetry.catalogue import METRICS, SERVICES
+from headwater.telemetry.catalogue import METRICS
 from headwater.telemetry.exposition import render
 from headwater.telemetry.logs import HumanFormatter, JsonFormatter, configure_logging
+from headwater.telemetry.metric import SERVICES
 from headwater.telemetry.otlp import named, tracer_provider
 from headwater.telemetry.process_facts import observe_process
 from headwater.telemetry.request_span import RequestSpan

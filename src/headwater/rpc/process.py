@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from headwater.config import Config
-    from headwater.telemetry.catalogue import Process
+    from headwater.telemetry.metric import Process
 
 logger = logging.getLogger(__name__)
 

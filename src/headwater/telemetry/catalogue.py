@@ -10,532 +10,367 @@ follows the OpenTelemetry semantic conventions for generative AI. What only we h
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from typing import Literal
+from headwater.telemetry.metric import (
+    LATENCY,
+    PER_TOKEN,
+    SERVICES,
+    TOKENS,
+    Metric,
+    counter,
+    gauge,
+    histogram,
+)
 
-Kind = Literal["counter", "gauge", "histogram"]
-Process = Literal["router", "prefill", "decode", "supervisor", "client"]
+__all__ = ["METRICS", "SERVICES"]
 
-SERVICES: tuple[Process, ...] = ("router", "prefill", "decode", "supervisor")
-
-# Seconds. TTFT is promised in tens of seconds, time per token in tens of milliseconds.
-_LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 600.0)
-_PER_TOKEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
-# Tokens: powers of four.
-_TOKENS = tuple(float(4**i) for i in range(11))
-
-# How Prometheus spells units; those in braces are left out.
-_UNIT_SUFFIXES = {"s": "seconds", "By": "bytes", "By/s": "bytes_per_second", "1": "ratio"}
-# Names that are fixed elsewhere get no suffix for their unit.
-_FIXED = ("vllm:", "process_")
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric; `attributes` are the keys its values may carry, `buckets` upper bounds."""
-
-    name: str
-    kind: Kind
-    unit: str
-    help: str
-    processes: tuple[Process, ...]
-    attributes: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-    @property
-    def instrument_name(self) -> str:
-        """What OpenTelemetry calls it inside a process: it allows no colon in a name."""
-        return self.name.replace(":", ".")
-
-    @property
-    def prometheus_name(self) -> str:
-        """The family as Prometheus shows it; a histogram's series add _bucket, _sum, _count."""
-        name = re.sub(r"[^a-zA-Z0-9_:]", "_", self.name)
-        suffix = _UNIT_SUFFIXES.get(self.unit, "")
-        if suffix and not name.startswith(_FIXED):
-            name += f"_{suffix}"
-        return f"{name}_total" if self.kind == "counter" else name
-
-    @property
-    def series_names(self) -> tuple[str, ...]:
-        """Names that a query may use."""
-        name = self.prometheus_name
-        if self.kind == "histogram":
-            return (f"{name}_bucket", f"{name}_sum", f"{name}_count")
-        return (name,)
-
-
-def _vllm(
-    name: str,
-    kind: Kind,
-    unit: str,
-    help_text: str,
-    process: Process = "router",
-    *,
-    attributes: tuple[str, ...] = (),
-    buckets: tuple[float, ...] = (),
-) -> Metric:
-    labels = ("model_name", *attributes)
-    return Metric(f"vllm:{name}", kind, unit, help_text, (process,), labels, buckets)
-
-
+_MODEL = ("model_name",)
 _GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model")
 _CLASS = ("headwater.objective_class",)
 _NODE = ("node",)
+_SERVICE = ("service",)
+
+
+def _vllm_time(name: str, buckets: tuple[float, ...], help_text: str) -> Metric:
+    return histogram(f"vllm:{name}_seconds", buckets, "router", help_text, _MODEL)
+
 
 _REQUESTS = (
-    _vllm("num_requests_running", "gauge", "{request}", "Requests in work"),
-    _vllm("num_requests_waiting", "gauge", "{request}", "Requests waiting in the router's line"),
-    _vllm(
-        "time_to_first_token_seconds",
-        "histogram",
-        "s",
-        "From arrival to the first token",
-        buckets=_LATENCY,
+    gauge("vllm:num_requests_running", "{request}", "router", "Requests in work", _MODEL),
+    gauge(
+        "vllm:num_requests_waiting",
+        "{request}",
+        "router",
+        "Requests waiting in the router's line",
+        _MODEL,
     ),
-    _vllm(
-        "inter_token_latency_seconds",
-        "histogram",
-        "s",
-        "Between two tokens of an answer",
-        buckets=_PER_TOKEN,
-    ),
-    _vllm(
-        "request_time_per_output_token_seconds",
-        "histogram",
-        "s",
+    _vllm_time("time_to_first_token", LATENCY, "From arrival to the first token"),
+    _vllm_time("inter_token_latency", PER_TOKEN, "Between two tokens of an answer"),
+    _vllm_time(
+        "request_time_per_output_token",
+        PER_TOKEN,
         "Mean time per token after the first, one value per answer",
-        buckets=_PER_TOKEN,
     ),
-    _vllm(
-        "e2e_request_latency_seconds",
-        "histogram",
-        "s",
-        "From arrival to the end of the answer",
-        buckets=_LATENCY,
-    ),
-    _vllm(
-        "request_queue_time_seconds",
-        "histogram",
-        "s",
-        "From arrival to a place and KV blocks",
-        buckets=_LATENCY,
-    ),
-    _vllm(
-        "request_prefill_time_seconds",
-        "histogram",
-        "s",
-        "From the place to the computed prompt",
-        buckets=_LATENCY,
-    ),
-    _vllm(
-        "request_decode_time_seconds",
-        "histogram",
-        "s",
-        "From the first token to the last",
-        buckets=_LATENCY,
-    ),
-    _vllm(
-        "request_prompt_tokens",
-        "histogram",
-        "{token}",
+    _vllm_time("e2e_request_latency", LATENCY, "From arrival to the end of the answer"),
+    _vllm_time("request_queue_time", LATENCY, "From arrival to a place and KV blocks"),
+    _vllm_time("request_prefill_time", LATENCY, "From the place to the computed prompt"),
+    _vllm_time("request_decode_time", LATENCY, "From the first token to the last"),
+    histogram(
+        "vllm:request_prompt_tokens",
+        TOKENS,
+        "router",
         "Prompt tokens, one value per answer",
-        buckets=_TOKENS,
+        _MODEL,
     ),
-    _vllm(
-        "request_generation_tokens",
-        "histogram",
-        "{token}",
-        "Tokens, one value per answer",
-        buckets=_TOKENS,
+    histogram(
+        "vllm:request_generation_tokens", TOKENS, "router", "Tokens, one value per answer", _MODEL
     ),
-    _vllm(
-        "request_success",
-        "counter",
+    counter(
+        "vllm:request_success",
         "{request}",
+        "router",
         "Answers that ended well, by reason",
-        attributes=("finished_reason",),
+        ("model_name", "finished_reason"),
     ),
-    _vllm("prompt_tokens", "counter", "{token}", "Prompt tokens of answers that ended well"),
-    _vllm("generation_tokens", "counter", "{token}", "Tokens sent to callers"),
-    Metric(
-        "gen_ai.server.time_to_first_token",
-        "histogram",
-        "s",
-        "From arrival to the first token",
-        ("router",),
-        _GEN_AI,
-        _LATENCY,
-    ),
-    Metric(
-        "gen_ai.server.time_per_output_token",
-        "histogram",
-        "s",
-        "Mean time per token after the first, one value per answer",
-        ("router",),
-        _GEN_AI,
-        _PER_TOKEN,
-    ),
-    Metric(
-        "gen_ai.server.request.duration",
-        "histogram",
-        "s",
-        "From arrival to the end, well or not",
-        ("router",),
-        (*_GEN_AI, "error.type"),
-        _LATENCY,
-    ),
-    Metric(
-        "gen_ai.client.operation.duration",
-        "histogram",
-        "s",
-        "A call of headwater.client as the caller sees it",
-        ("client",),
-        (*_GEN_AI, "error.type"),
-        _LATENCY,
-    ),
-    Metric(
-        "gen_ai.client.token.usage",
-        "histogram",
+    counter(
+        "vllm:prompt_tokens",
         "{token}",
-        "Tokens of a call of headwater.client, by type: input, output",
-        ("client",),
-        (*_GEN_AI, "gen_ai.token.type"),
-        _TOKENS,
+        "router",
+        "Prompt tokens of answers that ended well",
+        _MODEL,
     ),
-    Metric(
+    counter("vllm:generation_tokens", "{token}", "router", "Tokens sent to callers", _MODEL),
+    histogram(
+        "gen_ai.server.time_to_first_token",
+        LATENCY,
+        "router",
+        "From arrival to the first token",
+        _GEN_AI,
+    ),
+    histogram(
+        "gen_ai.server.time_per_output_token",
+        PER_TOKEN,
+        "router",
+        "Mean time per token after the first, one value per answer",
+        _GEN_AI,
+    ),
+    histogram(
+        "gen_ai.server.request.duration",
+        LATENCY,
+        "router",
+        "From arrival to the end, well or not",
+        (*_GEN_AI, "error.type"),
+    ),
+    histogram(
+        "gen_ai.client.operation.duration",
+        LATENCY,
+        "client",
+        "A call of headwater.client as the caller sees it",
+        (*_GEN_AI, "error.type"),
+    ),
+    histogram(
+        "gen_ai.client.token.usage",
+        TOKENS,
+        "client",
+        "Tokens of a call of headwater.client, by type: input, output",
+        (*_GEN_AI, "gen_ai.token.type"),
+    ),
+    counter(
         "headwater.requests.failed",
-        "counter",
         "{request}",
+        "router",
         "Requests that ended with an error, by the error's class",
-        ("router",),
         ("error.type",),
     ),
-    Metric(
+    histogram(
         "headwater.handover.duration",
-        "histogram",
-        "s",
+        PER_TOKEN,
+        "router",
         "From the computed prompt to the first token",
-        ("router",),
-        (),
-        _PER_TOKEN,
     ),
-    Metric(
+    counter(
         "headwater.router.prompts",
-        "counter",
         "{prompt}",
+        "router",
         "Prompts by who computed them: prefill, or decode (extend)",
-        ("router",),
         ("path",),
     ),
-    Metric(
+    counter(
         "headwater.router.recoveries",
-        "counter",
         "{recovery}",
+        "router",
         "How often a request lost an engine and waited for it",
-        ("router",),
     ),
-    Metric(
+    gauge(
         "headwater.router.engine_up",
-        "gauge",
         "{engine}",
+        "router",
         "1 when the engine's last health check said SERVING, else 0",
-        ("router",),
         ("engine",),
     ),
 )
 
 _OBJECTIVES = (
-    Metric(
+    counter(
         "headwater.slo.finished",
-        "counter",
         "{request}",
+        "router",
         "Answers that ended well, by class of objectives",
-        ("router",),
         _CLASS,
     ),
-    Metric(
+    counter(
         "headwater.slo.attained",
-        "counter",
         "{request}",
+        "router",
         "Those of them that met both objectives",
-        ("router",),
         _CLASS,
     ),
-    Metric(
+    counter(
         "headwater.slo.missed_ttft",
-        "counter",
         "{request}",
+        "router",
         "Those of them that had their first token late",
-        ("router",),
         _CLASS,
     ),
-    Metric(
+    counter(
         "headwater.slo.missed_tpot",
-        "counter",
         "{request}",
+        "router",
         "Those of them whose tokens were slow",
-        ("router",),
         _CLASS,
     ),
-    Metric(
+    counter(
         "headwater.slo.shed",
-        "counter",
         "{request}",
+        "router",
         "Requests refused for lack of time or room",
-        ("router",),
         _CLASS,
     ),
 )
 
 _PREFILL = (
-    Metric(
-        "headwater.prefill.running_requests",
-        "gauge",
-        "{request}",
-        "Prompts begun and not done",
-        ("prefill",),
+    gauge(
+        "headwater.prefill.running_requests", "{request}", "prefill", "Prompts begun and not done"
     ),
-    Metric(
-        "headwater.prefill.waiting_requests",
-        "gauge",
-        "{request}",
-        "Prompts not begun",
-        ("prefill",),
+    gauge("headwater.prefill.waiting_requests", "{request}", "prefill", "Prompts not begun"),
+    gauge(
+        "headwater.prefill.pending_tokens", "{token}", "prefill", "Prompt tokens not computed yet"
     ),
-    Metric(
-        "headwater.prefill.pending_tokens",
-        "gauge",
-        "{token}",
-        "Prompt tokens not computed yet",
-        ("prefill",),
-    ),
-    Metric(
-        "headwater.prefill.computed_tokens",
-        "counter",
-        "{token}",
-        "Prompt tokens computed",
-        ("prefill",),
-    ),
-    Metric(
-        "headwater.prefill.passes",
-        "counter",
-        "{pass}",
-        "Passes over the weights",
-        ("prefill",),
-    ),
-    Metric(
-        "headwater.prefill.busy_time",
-        "counter",
-        "s",
-        "Time spent in passes",
-        ("prefill",),
-    ),
-    Metric(
+    counter("headwater.prefill.computed_tokens", "{token}", "prefill", "Prompt tokens computed"),
+    counter("headwater.prefill.passes", "{pass}", "prefill", "Passes over the weights"),
+    counter("headwater.prefill.busy_time", "s", "prefill", "Time spent in passes"),
+    counter(
         "headwater.h2d.copied",
-        "counter",
         "By",
+        "prefill",
         "Weights copied from host memory to the GPU; stays 0 on a CPU",
-        ("prefill",),
     ),
-    Metric(
+    gauge(
         "headwater.h2d.rate",
-        "gauge",
         "By/s",
+        "prefill",
         "The same per second of the passes of the last ten seconds",
-        ("prefill",),
     ),
-    Metric(
+    gauge(
         "headwater.ring.occupancy",
-        "gauge",
         "1",
+        "prefill",
         "Share of the GPU ring's slots with experts that are still to be used",
-        ("prefill",),
     ),
 )
 
 _DECODE = (
-    _vllm(
-        "kv_cache_usage_perc",
-        "gauge",
+    gauge(
+        "vllm:kv_cache_usage_perc",
         "",
+        "decode",
         "Share of the KV pool's blocks that requests hold, 0 to 1",
-        "decode",
+        _MODEL,
     ),
-    _vllm("prefix_cache_queries", "counter", "{token}", "Prompt tokens of all leases", "decode"),
-    _vllm(
-        "prefix_cache_hits",
-        "counter",
+    counter(
+        "vllm:prefix_cache_queries", "{token}", "decode", "Prompt tokens of all leases", _MODEL
+    ),
+    counter(
+        "vllm:prefix_cache_hits",
         "{token}",
+        "decode",
         "Those of them that were found in the KV pool",
-        "decode",
+        _MODEL,
     ),
-    _vllm(
-        "num_preemptions",
-        "counter",
+    counter(
+        "vllm:num_preemptions",
         "{preemption}",
-        "How often a request gave its KV blocks back, to compute them again",
         "decode",
+        "How often a request gave its KV blocks back, to compute them again",
+        _MODEL,
     ),
-    Metric(
-        "headwater.decode.running_requests",
-        "gauge",
-        "{request}",
-        "Requests in the batch",
-        ("decode",),
-    ),
-    Metric(
+    gauge("headwater.decode.running_requests", "{request}", "decode", "Requests in the batch"),
+    gauge(
         "headwater.decode.waiting_requests",
-        "gauge",
         "{request}",
+        "decode",
         "Requests waiting for a place in the batch, or for blocks",
-        ("decode",),
     ),
-    Metric(
+    gauge(
         "headwater.decode.batch_limit",
-        "gauge",
         "{request}",
+        "decode",
         "Requests that may run at once, as speed and objectives allow",
-        ("decode",),
     ),
-    Metric(
+    gauge(
         "headwater.decode.pending_tokens",
-        "gauge",
         "{token}",
+        "decode",
         "Prompt tokens that decode has still to compute",
-        ("decode",),
     ),
-    Metric(
+    gauge(
         "headwater.decode.step_time",
-        "gauge",
         "s",
+        "decode",
         "Time that a step takes now, with the requests that run; 0: not known yet",
-        ("decode",),
     ),
-    Metric("headwater.decode.steps", "counter", "{step}", "Steps of the batch", ("decode",)),
-    Metric(
+    counter("headwater.decode.steps", "{step}", "decode", "Steps of the batch"),
+    counter(
         "headwater.decode.busy_time",
-        "counter",
         "s",
+        "decode",
         "Time spent in steps, without what is computed of prompts",
-        ("decode",),
     ),
-    Metric(
-        "headwater.decode.generated_tokens",
-        "counter",
-        "{token}",
-        "Tokens sampled",
-        ("decode",),
-    ),
-    Metric(
+    counter("headwater.decode.generated_tokens", "{token}", "decode", "Tokens sampled"),
+    counter(
         "headwater.hybrid.steps",
-        "counter",
         "{step}",
+        "decode",
         "Steps that a GPU computed a part of; stays 0 on a CPU",
-        ("decode",),
     ),
-    Metric(
+    counter(
         "headwater.hybrid.dual_steps",
-        "counter",
         "{step}",
+        "decode",
         "Those of them that ran as two micro-batches",
-        ("decode",),
     ),
-    Metric(
+    gauge(
         "headwater.hybrid.dual_gain",
-        "gauge",
         "1",
+        "decode",
         "Time of one batch over time of two micro-batches, where that is greatest; 0: not known",
-        ("decode",),
     ),
-    Metric(
+    counter(
         "headwater.hybrid.pulled",
-        "counter",
         "By",
+        "decode",
         "Keys and values copied from the KV pool to the GPU",
-        ("decode",),
     ),
-    Metric(
+    counter(
         "headwater.dram.read",
-        "counter",
         "By",
+        "decode",
         "Weights and KV that steps read, by NUMA node; computed from what a step must read",
-        ("decode",),
         _NODE,
     ),
-    Metric(
+    gauge(
         "headwater.dram.rate",
-        "gauge",
         "By/s",
+        "decode",
         "The same per second of the steps of the last ten seconds",
-        ("decode",),
         _NODE,
     ),
-    Metric(
+    gauge(
         "headwater.dram.limit",
-        "gauge",
         "By/s",
+        "decode",
         "Plain reading of the weights by all threads, all nodes, measured at the start; 0: not yet",
-        ("decode",),
     ),
-    Metric(
+    gauge(
         "headwater.dram.roofline",
-        "gauge",
         "1",
+        "decode",
         "headwater.dram.rate over all nodes, as a share of headwater.dram.limit",
-        ("decode",),
     ),
-    Metric("headwater.kv.total_blocks", "gauge", "{block}", "Blocks of the KV pool", ("decode",)),
-    Metric(
+    gauge("headwater.kv.total_blocks", "{block}", "decode", "Blocks of the KV pool"),
+    gauge(
         "headwater.kv.free_blocks",
-        "gauge",
         "{block}",
+        "decode",
         "Blocks that a lease could get, cached ones among them",
-        ("decode",),
     ),
-    Metric(
+    gauge(
         "headwater.kv.cached_blocks",
-        "gauge",
         "{block}",
+        "decode",
         "Free blocks whose content may be used again",
-        ("decode",),
     ),
-    Metric(
+    gauge(
         "headwater.kv.quarantined_blocks",
-        "gauge",
         "{block}",
+        "decode",
         "Blocks of ended leases that a writer may still hold",
-        ("decode",),
     ),
-    Metric("headwater.kv.leases", "gauge", "{lease}", "Leases alive", ("decode",)),
+    gauge("headwater.kv.leases", "{lease}", "decode", "Leases alive"),
 )
 
 _EVERYWHERE = (
-    Metric(
+    counter(
         "headwater.supervisor.restarts",
-        "counter",
         "{restart}",
+        "supervisor",
         "How often `headwater up`'s supervisor started a process again",
-        ("supervisor",),
         ("process",),
     ),
-    Metric(
+    gauge(
         "headwater.supervisor.process_up",
-        "gauge",
         "{process}",
+        "supervisor",
         "1 when the process runs, else 0",
-        ("supervisor",),
         ("process",),
     ),
-    Metric("process_cpu_seconds", "counter", "s", "User and system time", SERVICES, ("service",)),
+    Metric("process_cpu_seconds", "counter", "s", "User and system time", SERVICES, _SERVICE),
     Metric(
         "process_resident_memory_bytes",
         "gauge",
         "By",
         "Resident memory, shared memory included",
         SERVICES,
-        ("service",),
+        _SERVICE,
     ),
     Metric(
         "process_private_memory_bytes",
@@ -543,16 +378,16 @@ _EVERYWHERE = (
         "By",
         "Resident memory that is nobody else's: without weights and KV in shared memory",
         SERVICES,
-        ("service",),
+        _SERVICE,
     ),
-    Metric("process_open_fds", "gauge", "{file}", "Open file descriptors", SERVICES, ("service",)),
+    Metric("process_open_fds", "gauge", "{file}", "Open file descriptors", SERVICES, _SERVICE),
     Metric(
         "process_start_time_seconds",
         "gauge",
         "s",
         "Start of the process, in Unix time: its changes are restarts",
         SERVICES,
-        ("service",),
+        _SERVICE,
     ),
 )
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from opentelemetry import metrics
 from opentelemetry.metrics import Observation
 
-from headwater.telemetry.catalogue import METRICS, Kind, Metric
+from headwater.telemetry.catalogue import METRICS
+from headwater.telemetry.metric import Kind, Metric
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -15,13 +15,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
 from headwater.errors import ConfigError
-from headwater.telemetry.catalogue import SERVICES
 from headwater.telemetry.exposition import CONTENT_TYPE
+from headwater.telemetry.metric import SERVICES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from headwater.telemetry.catalogue import Process
+    from headwater.telemetry.metric import Process
 
 _PATH = "/metrics"
 

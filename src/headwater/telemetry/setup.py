@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
     from headwater.config import TelemetryConfig
-    from headwater.telemetry.catalogue import Process
+    from headwater.telemetry.metric import Process
 
 
 logger = logging.getLogger(__name__)
