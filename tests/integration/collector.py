@@ -79,7 +79,7 @@ class Collector(
 
 
 def _service_of(resource: Any) -> str:
-    attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
+    attributes = {a.key: str(a.value.string_value) for a in resource.resource.attributes}
     return attributes["service.name"]
 
 

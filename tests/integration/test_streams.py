@@ -41,7 +41,7 @@ class Counting:
 async def counting() -> AsyncGenerator[tuple[Counting, Any], None]:
     """The servicer, and its method on an open channel."""
     servicer, server = Counting(), grpc.aio.server()
-    method = grpc.unary_stream_rpc_method_handler(servicer.count)
+    method: Any = grpc.unary_stream_rpc_method_handler(servicer.count)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("test.Counting", {"Count": method}),)
     )

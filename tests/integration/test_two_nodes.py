@@ -95,7 +95,10 @@ async def status_of(node: Stack) -> router_service_pb2.GetRouterStatusResponse:
     """What the node's router says of itself."""
     async with open_channel(node.addresses["router"]) as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
-        return await stub.GetStatus(router_service_pb2.GetRouterStatusRequest())
+        status: router_service_pb2.GetRouterStatusResponse = await stub.GetStatus(
+            router_service_pb2.GetRouterStatusRequest()
+        )
+    return status
 
 
 async def until_both_work(nodes: list[Stack], answers: list[Answer]) -> None:

@@ -89,4 +89,5 @@ class RowTable:
             found = self.rows[row]
             return -1 if found is None else found.used_at
 
-        return min((*range(start, len(self.rows)), target), key=age)
+        candidates: tuple[int, ...] = (*range(start, len(self.rows)), target)
+        return min(candidates, key=age)
