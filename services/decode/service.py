@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.kernels.start import start_workers
+from headwater.rpc.link import Link
 from headwater.rpc.server import Registration, Server, stop_signal
 from headwater.services.decode.engine import DecodeEngine
 from headwater.services.decode.gauges import observe_decode
@@ -50,6 +51,7 @@ async def run(config: Config) -> None:
                 "headwater.v1.MemoryService",
             ),
         ),
+        Link.of(config),
     )
     await server.start()
     loading = asyncio.create_task(owner.load())

@@ -26,6 +26,7 @@ from headwater.wire.weights import tensor_entry_from_pb
 if TYPE_CHECKING:
     from headwater.kv.lease import KvLease
     from headwater.model.interface import Model
+    from headwater.rpc.link import Link
     from headwater.services.prefill.models import PromptModels
     from headwater.v1 import weights_pb2
 
@@ -37,9 +38,9 @@ RETRY_SECONDS = 0.25
 class Attachment:
     """The attached model and pool."""
 
-    def __init__(self, decode_address: str, models: PromptModels) -> None:
+    def __init__(self, decode_address: str, models: PromptModels, link: Link) -> None:
         self._models = models
-        self._channel = open_channel(decode_address)
+        self._channel = open_channel(decode_address, link)
         self._memory_service = memory_service_pb2_grpc.MemoryServiceStub(self._channel)
         self._lock = asyncio.Lock()
         self._writer: KvWriter | None = None

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from headwater.kernels.start import start_workers
+from headwater.rpc.link import Link
 from headwater.rpc.server import Registration, Server, stop_signal
 from headwater.services.prefill.attachment import Attachment
 from headwater.services.prefill.engine import PrefillEngine
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 async def run(config: Config) -> None:
     """Serves until SIGTERM. Raises HeadwaterError when it cannot start."""
     stop = stop_signal()
+    link = Link.of(config)
     workers = start_workers(config.prefill.threads)
     models = PromptModels(config.gpu, workers)
-    attachment = Attachment(config.prefill.decode_address, models)
+    attachment = Attachment(config.prefill.decode_address, models, link)
     engine = PrefillEngine(
         chunk_tokens=config.prefill.chunk_tokens,
         max_waiting=config.prefill.max_waiting,
@@ -38,6 +40,7 @@ async def run(config: Config) -> None:
                 "headwater.v1.PrefillService",
             ),
         ),
+        link,
     )
     await server.start()
     engine.start()

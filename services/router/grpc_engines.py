@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from headwater.generation import SamplingParams
+    from headwater.rpc.link import Link
     from headwater.v1 import kv_pb2
 
 # Calls that need no computation: an engine that takes longer is not well.
@@ -54,10 +55,10 @@ _CONTROL_SECONDS = 10.0
 class Peer:
     """One engine process: its channel, its health, and how its failures are reported."""
 
-    def __init__(self, name: str, address: str, service_name: str) -> None:
+    def __init__(self, name: str, address: str, service_name: str, link: Link) -> None:
         self.name = name
         self.address = address
-        self.channel = open_channel(address)
+        self.channel = open_channel(address, link)
         self._health = HealthWatch(f"{name} at {address}", self.channel, service_name)
 
     @property
@@ -117,8 +118,8 @@ class Peer:
 class GrpcPrefill(Peer):
     """PrefillEngine over PrefillService."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__("prefill", address, "headwater.v1.PrefillService")
+    def __init__(self, address: str, link: Link) -> None:
+        super().__init__("prefill", address, "headwater.v1.PrefillService", link)
         self._service = prefill_service_pb2_grpc.PrefillServiceStub(self.channel)
 
     async def load(self) -> PrefillLoad:
@@ -158,8 +159,8 @@ class GrpcPrefill(Peer):
 class GrpcDecode(Peer):
     """DecodeEngine over DecodeService and MemoryService."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__("decode", address, "headwater.v1.DecodeService")
+    def __init__(self, address: str, link: Link) -> None:
+        super().__init__("decode", address, "headwater.v1.DecodeService", link)
         self._service = decode_service_pb2_grpc.DecodeServiceStub(self.channel)
         self._memory = memory_service_pb2_grpc.MemoryServiceStub(self.channel)
         # Learned from the first lease; before it there is nothing in the pool to find anyway.

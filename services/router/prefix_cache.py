@@ -22,6 +22,8 @@ from headwater.wire.status import error_from_rpc
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
+    from headwater.rpc.link import Link
+
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.2
@@ -32,8 +34,9 @@ _CONTROL_SECONDS = 10.0
 class PrefixCache:
     """The prefix cache of the decode process at `address`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, link: Link) -> None:
         self._address = address
+        self._link = link
 
     async def follow(self) -> AsyncGenerator[tuple[int, KvEventBatch], None]:
         """Yields tokens per block, and events, for ever; a lost process leaves an empty cache.
@@ -41,7 +44,7 @@ class PrefixCache:
         The first batch, and the first one after each loss, is a snapshot.
         """
         block_tokens = 0
-        async with open_channel(self._address) as channel:
+        async with open_channel(self._address, self._link) as channel:
             service = memory_service_pb2_grpc.MemoryServiceStub(channel)
             while True:
                 call = service.WatchKvEvents(pb.WatchKvEventsRequest(), wait_for_ready=True)
@@ -65,7 +68,7 @@ class PrefixCache:
         """
         give_up = time.monotonic() + patience_seconds
         num_flushed = 0
-        async with open_channel(self._address) as channel:
+        async with open_channel(self._address, self._link) as channel:
             service = memory_service_pb2_grpc.MemoryServiceStub(channel)
             while True:
                 try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from headwater.config import ObjectivesConfig
+from headwater.rpc.link import PLAIN
 from headwater.rpc.server import Registration
 from headwater.services.router.core import RouterCore
 from headwater.services.router.grpc_engines import GrpcDecode, GrpcPrefill
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
+    from headwater.rpc.link import Link
+
 ROUTER_SERVICE = "headwater.v1.RouterService"
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 
@@ -31,11 +34,13 @@ VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 class Router:
     """Everything of the router process but its gRPC server."""
 
-    def __init__(self, core: RouterCore, prefill: GrpcPrefill, decode: GrpcDecode) -> None:
+    def __init__(
+        self, core: RouterCore, prefill: GrpcPrefill, decode: GrpcDecode, link: Link
+    ) -> None:
         self.core = core
         self._peers = (prefill, decode)
         self._poller = LoadPoller(core.outlook, self._peers)
-        self._vllm = VllmServicer(core)
+        self._vllm = VllmServicer(core, link)
         self.registrations = (
             Registration(
                 router_service_pb2_grpc.add_RouterServiceServicer_to_server,
@@ -93,6 +98,7 @@ def build_router(
     prompt_path: str = "auto",
     objectives: ObjectivesConfig | None = None,
     records_content: bool = False,
+    link: Link = PLAIN,
 ) -> Router:
     """A router for the model in `model_dir`; to be called in a running event loop.
 
@@ -100,9 +106,9 @@ def build_router(
     ConfigError when `objectives` do not fit together.
     """
     objectives = objectives or ObjectivesConfig()
-    model = ServedModel.load(model_dir, model_name)
-    prefill = GrpcPrefill(prefill_address)
-    decode = GrpcDecode(decode_address)
+    model = ServedModel.load(model_dir, model_name, link.limits)
+    prefill = GrpcPrefill(prefill_address, link)
+    decode = GrpcDecode(decode_address, link)
     core = RouterCore(
         model=model,
         prefill=prefill,
@@ -115,4 +121,4 @@ def build_router(
         shed_factor=objectives.shed_factor,
         records_content=records_content,
     )
-    return Router(core, prefill, decode)
+    return Router(core, prefill, decode, link)

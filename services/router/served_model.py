@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from headwater.config import LimitsConfig
 from headwater.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 from headwater.generation import SamplingParams, check_token_id
 from headwater.model.spec import ModelSpec
@@ -38,9 +39,10 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     architectures: tuple[str, ...] = ()
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     @classmethod
-    def load(cls, model_dir: Path, name: str) -> ServedModel:
+    def load(cls, model_dir: Path, name: str, limits: LimitsConfig | None = None) -> ServedModel:
         """Reads config.json, tokenizer.json and the chat template of a model folder.
 
         Raises CheckpointError when one is missing or broken.
@@ -63,6 +65,7 @@ class ServedModel:
             eos_token_ids=spec.eos_token_ids,
             bos_token_id=spec.bos_token_id,
             architectures=(spec.architecture,),
+            limits=limits or LimitsConfig(),
         )
 
     async def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -73,8 +76,10 @@ class ServedModel:
         if isinstance(prompt, TextPrompt):
             if not prompt.text:
                 raise InvalidRequestError("text", "must not be empty")
+            self._check_bytes("text", prompt.text)
             return await self._tokenize("text", prompt.text, add_special_tokens=True)
         if isinstance(prompt, ChatPrompt):
+            self._check_bytes("chat", *(content for _, content in prompt.turns))
             text = self._lay_out(prompt)
             # The template has written the special tokens already.
             return await self._tokenize("chat", text, add_special_tokens=False)
@@ -103,6 +108,12 @@ class ServedModel:
         when a token id is outside the vocabulary.
         """
         sampling.check_vocabulary(self.vocab_size)
+        if 0 < self.limits.prompt_tokens < num_prompt_tokens:
+            raise PromptTooLongError(
+                "prompt",
+                f"has {num_prompt_tokens} tokens, and limits.prompt_tokens allows "
+                f"{self.limits.prompt_tokens}; shorten the prompt",
+            )
         room = self.max_context_tokens - num_prompt_tokens
         if room < 1:
             raise PromptTooLongError(
@@ -119,6 +130,15 @@ class ServedModel:
                 f"context of {self.max_context_tokens} tokens; ask for at most {room}",
             )
         return sampling
+
+    def _check_bytes(self, field_name: str, *texts: str) -> None:
+        num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        if num_bytes > self.limits.prompt_bytes:
+            raise PromptTooLongError(
+                field_name,
+                f"has {num_bytes} bytes, and limits.prompt_bytes allows "
+                f"{self.limits.prompt_bytes}; shorten it",
+            )
 
     def _lay_out(self, prompt: ChatPrompt) -> str:
         if self.chat_template is None:

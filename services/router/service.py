@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwater.rpc.link import Link
 from headwater.rpc.server import Server, stop_signal
 from headwater.services.router.gauges import observe_router
 from headwater.services.router.router import build_router
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 async def run(config: Config) -> None:
     """Serves until SIGTERM. Raises HeadwaterError when it cannot start."""
     stop = stop_signal()
+    link = Link.of(config)
     model_dir = Path(config.model.path).expanduser()
     router = build_router(
         model_dir,
@@ -29,8 +31,9 @@ async def run(config: Config) -> None:
         prompt_path=config.router.prompt_path,
         objectives=config.objectives,
         records_content=config.telemetry.record_content,
+        link=link,
     )
-    server = Server(config.router.listen, router.registrations)
+    server = Server(config.router.listen, router.registrations, link, "router")
     await server.start()
     router.start()
     observe_router(router.core)

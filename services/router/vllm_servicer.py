@@ -29,18 +29,19 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from headwater.rpc.interceptor import Context
+    from headwater.rpc.link import Link
     from headwater.services.router.core import RouterCore
 
 
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves vllm.grpc.engine.VllmEngine."""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(self, core: RouterCore, link: Link) -> None:
         self._core = core
         self._started_at = time.monotonic()
         self._last_receive_unix_seconds = time.time()
         self._stopping = asyncio.Event()
-        self._prefix_cache = PrefixCache(core.decode.address)
+        self._prefix_cache = PrefixCache(core.decode.address, link)
 
     def stop(self) -> None:
         """Ends the streams that otherwise last for ever."""

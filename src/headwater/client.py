@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Self
 
 import grpc
 
+from headwater.errors import UnavailableError
 from headwater.generation import SamplingParams, TextEvent
 from headwater.rpc.channel import open_channel
+from headwater.rpc.link import PLAIN
 from headwater.rpc.streams import received
+from headwater.rpc.tls_problem import tls_problem
 from headwater.telemetry.metrics import record_client_call
 from headwater.telemetry.tracing import outgoing_metadata
 from headwater.v1 import generation_pb2, router_service_pb2, router_service_pb2_grpc
@@ -27,16 +31,24 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
     from types import TracebackType
 
+    from headwater.errors import HeadwaterError
     from headwater.generation import Usage
+    from headwater.rpc.link import Link
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 
 
 class Client:
-    """Talks to one router. Use it as an asynchronous context manager, or call `close`."""
+    """Talks to one router. Use it as an asynchronous context manager, or call `close`.
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        self._channel = open_channel(address)
+    TLS: Client("node:50050", Link(TlsConfig(ca="ca.pem", cert="me.pem", key="me.key"))), without
+    `cert` and `key` where the router wants none. Raises ConfigError when a file cannot be used.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, link: Link = PLAIN) -> None:
+        self._address = address
+        self._link = link
+        self._channel = open_channel(address, link)
         self._router = router_service_pb2_grpc.RouterServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -97,6 +109,14 @@ class Client:
             async for event in events:
                 yield event
 
+    async def _error_from(self, failure: grpc.aio.AioRpcError) -> HeadwaterError:
+        """Says what is wrong with TLS, where that is why the router cannot be reached."""
+        error = error_from_rpc(failure)
+        if not isinstance(error, UnavailableError) or failure.trailing_metadata():
+            return error
+        problem = await asyncio.to_thread(tls_problem, self._address, self._link.tls)
+        return error if problem is None else UnavailableError(problem)
+
     async def _stream(
         self,
         operation: str,
@@ -119,7 +139,7 @@ class Client:
                     yield event
             error_type = None
         except grpc.aio.AioRpcError as failure:
-            error = error_from_rpc(failure)
+            error = await self._error_from(failure)
             error_type = type(error).__name__
             raise error from failure
         finally:

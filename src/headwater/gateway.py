@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from headwater.errors import ConfigError
+from headwater.gateway_protection import Protection
 
 # A day: longer than any prompt takes.
 _NEVER_SECONDS = "86400"
@@ -40,24 +43,29 @@ def gateway_command(
     grace_seconds: float = 5.0,
     log_level: str = "warn",
     python: str = sys.executable,
+    protection: Protection | None = None,
 ) -> list[str]:
     """The command line of SMG; all addresses are host:port, an IPv6 host in brackets.
 
     `log_level` is debug, info, warn or error. Spans go to `otlp_endpoint`, unless it is empty or
     wants TLS, which SMG does not speak to a collector. Raises ConfigError for an address that is
-    none.
+    none, and when `protection` does not suffice or cannot be used.
     """
     host, port = _split(listen, "gateway.listen")
     metrics_host, metrics_port = _split(metrics_listen, "gateway.metrics_listen")
     for address in router_addresses:
         _split(address, "router.listen" if len(router_addresses) == 1 else "gateway.routers")
+    protection = protection or Protection()
+    protection.check(listen)
+    scheme = protection.router_scheme
     return [
-        *(python, "-m", "smg", "launch"),
+        *(python, *protection.program()),
         *("--host", host, "--port", port),
         # Left out, these would listen on every interface.
         *("--prometheus-host", metrics_host, "--prometheus-port", metrics_port),
-        *("--worker-urls", *(f"grpc://{address}" for address in router_addresses)),
+        *("--worker-urls", *(f"{scheme}://{address}" for address in router_addresses)),
         *("--backend", "vllm"),
+        *protection.options(),
         *(_ONE_NODE if len(router_addresses) == 1 else _SEVERAL_NODES),
         *("--log-level", log_level),
         # Behind it, for the later one wins.
@@ -74,13 +82,15 @@ def gateway_command(
     ]
 
 
-def gateway_not_ready_reason(listen: str) -> str | None:
+def gateway_not_ready_reason(listen: str, tls_cert: str = "") -> str | None:
     """Why the gateway at `listen` does not serve yet; None when it does.
+
+    `tls_cert` is the file with its certificate, if it speaks HTTPS.
 
     It lists a model before it can serve it, so that only its own readiness check counts.
     """
     host, port = _split(listen, "gateway.listen")
-    connection = http.client.HTTPConnection(host, int(port), timeout=_PROBE_SECONDS)
+    connection = _connection(host, int(port), tls_cert)
     try:
         connection.request("GET", "/readiness")
         response = connection.getresponse()
@@ -95,6 +105,16 @@ def gateway_not_ready_reason(listen: str) -> str | None:
         return str(json.loads(body)["reason"])
     except (ValueError, KeyError, TypeError):
         return f"the gateway at {listen} answers with status {response.status}"
+
+
+def _connection(host: str, port: int, tls_cert: str) -> http.client.HTTPConnection:
+    if not tls_cert:
+        return http.client.HTTPConnection(host, port, timeout=_PROBE_SECONDS)
+    # The very certificate is trusted, whatever its name and whoever signed it.
+    context = ssl.create_default_context(cafile=Path(tls_cert).expanduser())
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return http.client.HTTPSConnection(host, port, timeout=_PROBE_SECONDS, context=context)
 
 
 def gateway_environment(environ: Mapping[str, str], trace_ratio: float = 1.0) -> dict[str, str]:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from headwater.config import Config, load_config
+from headwater.config import Config, TlsConfig, load_config
 from headwater.gateway import gateway_command
+from headwater.gateway_protection import Protection
+from headwater.rpc.tls import check_listen
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "deploy" / "kubernetes" / "base"
@@ -76,6 +78,13 @@ def test_compose_leads_every_process_to_the_next() -> None:
             # Whichever profile it is of, others find it under the same name.
             assert services[service]["networks"]["default"]["aliases"] == [name]
             assert (getattr(config.gpu, name) == "off") == (service == name)
+
+
+@pytest.mark.parametrize("service", [*DECODES, *PREFILLS, "router", "gateway"])
+def test_compose_lets_its_containers_talk_to_each_other(service: str) -> None:
+    config = settings_of(service)
+    listen = getattr(config, service.partition("-")[0]).listen
+    check_listen("listen", listen, config.tls, is_encrypted=False)
 
 
 def test_compose_publishes_on_loopback_only() -> None:
@@ -205,6 +214,7 @@ def test_the_gateways_options_are_those_for_several_nodes() -> None:
         metrics_listen="0.0.0.0:29000",
         router_addresses=["a:1", "b:1"],
         grace_seconds=30,
+        protection=Protection(tls=TlsConfig(plaintext="anywhere")),
     )
     for index, name in enumerate(ours):
         if name.startswith("--") and name != "--worker-urls":

@@ -16,6 +16,7 @@ from headwater.bench.serve.target import OpenAiTarget, RouterTarget
 from headwater.cli.bench_output import write_figures
 from headwater.cli.table import print_table
 from headwater.errors import ConfigError
+from headwater.rpc.link import Link
 
 if TYPE_CHECKING:
     import argparse
@@ -67,7 +68,7 @@ async def _bench(arguments: argparse.Namespace, config: Config) -> int:
 
 def _target(arguments: argparse.Namespace, config: Config) -> Target:
     if arguments.openai is None:
-        return RouterTarget(config.router.listen)
+        return RouterTarget(config.router.listen, Link.of(config))
     if arguments.model_name is None:
         raise ConfigError("--openai: needs --model-name, the model to ask for")
     return OpenAiTarget(

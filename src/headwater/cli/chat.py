@@ -16,6 +16,7 @@ from prompt_toolkit import PromptSession
 from headwater.cli.sampling import sampling_from
 from headwater.client import Client
 from headwater.errors import HeadwaterError
+from headwater.rpc.link import Link
 
 if TYPE_CHECKING:
     import argparse
@@ -28,16 +29,16 @@ _BAR_CHARS = 30
 
 def chat(arguments: argparse.Namespace, config: Config) -> int:
     """Talks until the user leaves."""
-    asyncio.run(_converse(config.router.listen, arguments.system, sampling_from(arguments)))
+    asyncio.run(_converse(config, arguments.system, sampling_from(arguments)))
     return 0
 
 
-async def _converse(address: str, system: str | None, sampling: SamplingParams) -> None:
+async def _converse(config: Config, system: str | None, sampling: SamplingParams) -> None:
     opening = [("system", system)] if system else []
     messages = list(opening)
     print("Ctrl-C ends an answer, /new starts afresh, Ctrl-D or /quit leaves.")
     ask = _asker()
-    async with Client(address) as client:
+    async with Client(config.router.listen, Link.of(config)) as client:
         while (text := await ask()) is not None:
             if text == "/new":
                 messages = list(opening)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from headwater.cli.sampling import sampling_from
 from headwater.client import Client
+from headwater.rpc.link import Link
 
 if TYPE_CHECKING:
     import argparse
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
 def generate(arguments: argparse.Namespace, config: Config) -> int:
     """Prints the answer as it comes, or as JSON at the end."""
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    address = config.router.listen
-    asyncio.run(_generate(address, prompt, sampling_from(arguments), arguments.json))
+    asyncio.run(_generate(config, prompt, sampling_from(arguments), arguments.json))
     return 0
 
 
-async def _generate(address: str, prompt: str, sampling: SamplingParams, is_json: bool) -> None:
+async def _generate(config: Config, prompt: str, sampling: SamplingParams, is_json: bool) -> None:
     pieces = []
-    async with Client(address) as client:
+    async with Client(config.router.listen, Link.of(config)) as client:
         async for event in client.generate(prompt, sampling):
             pieces.append(event.text)
             if not is_json:

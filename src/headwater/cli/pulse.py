@@ -15,9 +15,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headwater.rpc.channel import open_blocking_channel
+from headwater.rpc.link import PLAIN
 
 if TYPE_CHECKING:
     from typing import Any
+
+    from headwater.rpc.link import Link
 
 ASK_SECONDS = 3.0
 _CONNECT_SECONDS = 0.5
@@ -27,9 +30,11 @@ _NO_ANSWER = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 class Pulse:
     """Asks for the health of the process at `address`; whatever it answers, it lives."""
 
-    def __init__(self, address: str, *, ask_seconds: float = ASK_SECONDS) -> None:
+    def __init__(
+        self, address: str, link: Link = PLAIN, *, ask_seconds: float = ASK_SECONDS
+    ) -> None:
         self._address = address
-        self._channel = open_blocking_channel(address)
+        self._channel = open_blocking_channel(address, link)
         self._stub = health_pb2_grpc.HealthStub(self._channel)
         self._ask_seconds = ask_seconds
         self._call: Any = None

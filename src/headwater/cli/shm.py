@@ -10,6 +10,7 @@ import grpc
 
 from headwater.cli.table import print_table
 from headwater.rpc.channel import open_channel
+from headwater.rpc.link import Link
 from headwater.shm import list_segments, reap
 from headwater.v1 import memory_service_pb2, memory_service_pb2_grpc
 from headwater.wire.status import error_from_rpc
@@ -30,7 +31,7 @@ def shm(arguments: argparse.Namespace, config: Config) -> int:
         print(json.dumps(removed) if arguments.json else "\n".join(removed) or "nothing to remove")
         return 0
     if arguments.action == "flush":
-        _flush(config.decode.listen, as_json=arguments.json)
+        _flush(config, as_json=arguments.json)
         return 0
     segments = list_segments(config.shm.name_prefix)
     if arguments.json:
@@ -40,17 +41,17 @@ def shm(arguments: argparse.Namespace, config: Config) -> int:
     return 0
 
 
-def _flush(decode_address: str, *, as_json: bool) -> None:
+def _flush(config: Config, *, as_json: bool) -> None:
     """Raises HeadwaterError when decode does not answer."""
-    reply = asyncio.run(_flushed(decode_address))
+    reply = asyncio.run(_flushed(config))
     if as_json:
         print(json.dumps({"flushed": reply.flushed_blocks, "in_use": reply.remaining_blocks}))
     else:
         print(f"{reply.flushed_blocks} blocks flushed, {reply.remaining_blocks} in use")
 
 
-async def _flushed(decode_address: str) -> memory_service_pb2.FlushKvResponse:
-    async with open_channel(decode_address) as channel:
+async def _flushed(config: Config) -> memory_service_pb2.FlushKvResponse:
+    async with open_channel(config.decode.listen, Link.of(config)) as channel:
         stub = memory_service_pb2_grpc.MemoryServiceStub(channel)
         request = memory_service_pb2.FlushKvRequest()
         try:

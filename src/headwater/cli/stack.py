@@ -19,7 +19,9 @@ from headwater.gateway import (
     gateway_environment,
     gateway_not_ready_reason,
 )
+from headwater.gateway_protection import Protection
 from headwater.rpc.channel import open_blocking_channel
+from headwater.rpc.link import Link
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +87,7 @@ def gateway_command_of(config: Config) -> list[str]:
         metrics_listen=config.gateway.metrics_listen,
         router_addresses=routers if config.gateway.routers else [config.router.listen],
         otlp_endpoint=config.telemetry.otlp_endpoint,
+        protection=Protection.of(config),
     )
 
 
@@ -104,8 +107,8 @@ def address_of(name: str, config: Config) -> str:
 def is_serving(name: str, config: Config) -> bool:
     """Whether a process is ready for work."""
     if name == GATEWAY:
-        return gateway_not_ready_reason(config.gateway.listen) is None
-    with open_blocking_channel(address_of(name, config)) as channel:
+        return gateway_not_ready_reason(config.gateway.listen, config.gateway.tls_cert) is None
+    with open_blocking_channel(address_of(name, config), Link.of(config)) as channel:
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAMES[name])
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=PROBE_SECONDS)

@@ -12,6 +12,7 @@ from headwater.cli import stack
 from headwater.cli.supervise import read_restarts
 from headwater.cli.table import print_table
 from headwater.rpc.channel import open_blocking_channel
+from headwater.rpc.link import Link
 from headwater.shm import list_segments
 from headwater.v1 import (
     decode_service_pb2,
@@ -89,7 +90,7 @@ def _state(name: str, config: Config) -> dict[str, Any]:
         state["pid"] = stack.processes(config)[name].pid()
         return state
     make_stub, make_request = _CALLS[name]
-    with open_blocking_channel(state["address"]) as channel:
+    with open_blocking_channel(state["address"], Link.of(config)) as channel:
         try:
             reply = make_stub(channel).GetStatus(make_request(), timeout=stack.PROBE_SECONDS)
         except grpc.RpcError:

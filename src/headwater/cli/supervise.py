@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from headwater.cli import stack
 from headwater.cli.pulse import Pulse
 from headwater.config import load_config
+from headwater.rpc.link import Link
 from headwater.telemetry.logs import configure_logging
 from headwater.telemetry.metrics import observe
 from headwater.telemetry.setup import telemetry
@@ -68,7 +69,7 @@ class Supervisor:
         self._dead: set[str] = set()
         # The gateway has no gRPC, and has never been seen to hang.
         self._pulses = {
-            name: Pulse(stack.address_of(name, config))
+            name: Pulse(stack.address_of(name, config), Link.of(config))
             for name in self._members
             if name != stack.GATEWAY
         }

@@ -17,7 +17,9 @@ from headwater.cli.progress import progress_bar
 from headwater.client import DEFAULT_ADDRESS
 from headwater.config import to_toml
 from headwater.errors import ConfigError, UnavailableError
-from headwater.rpc.channel import open_blocking_channel
+from headwater.rpc.channel import callable_address, open_blocking_channel
+from headwater.rpc.link import Link
+from headwater.rpc.tls import check_names, is_on
 from headwater.v1 import memory_service_pb2, memory_service_pb2_grpc
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def up(arguments: argparse.Namespace, config: Config) -> int:
     if arguments.no_gateway:
         gateway = dataclasses.replace(config.gateway, enabled=False)
         config = dataclasses.replace(config, gateway=gateway)
+    _check_tls(config)
     config = with_model(config)
     deadline = time.monotonic() + arguments.timeout
     members = stack.members(config)
@@ -65,6 +68,18 @@ def up(arguments: argparse.Namespace, config: Config) -> int:
         supervisor.start(command, stack.environment_of("supervisor", config))
     print(_how_to_use(config))
     return 0
+
+
+def _check_tls(config: Config) -> None:
+    """All processes have one certificate. Raises ConfigError before any of them waits for another
+    that it cannot reach.
+    """
+    if is_on(config.tls):
+        called = [stack.address_of(name, config) for name in stack.SERVICE_NAMES]
+        called += [config.prefill.decode_address, config.router.prefill_address]
+        called += [config.router.decode_address]
+        hosts = (callable_address(address).rpartition(":")[0].strip("[]") for address in called)
+        check_names(config.tls, hosts)
 
 
 def _start_missing(config: Config, names: Sequence[str], started: list[str]) -> Path:
@@ -104,7 +119,7 @@ def _follow_loading(config: Config, decode: ManagedProcess, deadline: float) -> 
     """Shows how the weights load; ends when they are there, or when decode does not answer yet."""
     with progress_bar("loading weights") as show:
         while time.monotonic() < deadline and decode.pid() is not None:
-            with open_blocking_channel(config.decode.listen) as channel:
+            with open_blocking_channel(config.decode.listen, Link.of(config)) as channel:
                 stub = memory_service_pb2_grpc.MemoryServiceStub(channel)
                 try:
                     for response in stub.GetWeights(memory_service_pb2.GetWeightsRequest()):

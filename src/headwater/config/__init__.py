@@ -6,6 +6,7 @@ from headwater.config.schema import (
     GatewayConfig,
     GpuConfig,
     KvConfig,
+    LimitsConfig,
     ModelConfig,
     ObjectivesConfig,
     PrefillConfig,
@@ -13,6 +14,7 @@ from headwater.config.schema import (
     ShmConfig,
     StateConfig,
     TelemetryConfig,
+    TlsConfig,
 )
 from headwater.config.sources import load_config, to_toml
 
@@ -22,6 +24,7 @@ __all__ = [
     "GatewayConfig",
     "GpuConfig",
     "KvConfig",
+    "LimitsConfig",
     "ModelConfig",
     "ObjectivesConfig",
     "PrefillConfig",
@@ -29,6 +32,7 @@ __all__ = [
     "ShmConfig",
     "StateConfig",
     "TelemetryConfig",
+    "TlsConfig",
     "load_config",
     "to_toml",
 ]

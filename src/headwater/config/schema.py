@@ -4,6 +4,8 @@ The section and field names are the keys of the TOML file; see headwater.config.
 values come from. A field's metadata holds `help` and, for checks, `low`, `high`, `choices` or
 `kind` ("address": host:port; "optional_address": that, or empty; "objectives": see
 headwater.objectives).
+
+docs/security.md says how `tls` and `limits` are used.
 """
 
 from __future__ import annotations
@@ -203,6 +205,69 @@ class GatewayConfig:
         "routers that it spreads requests over, one per node: host:port, ...; empty: the one at "
         "router.listen",
     )
+    tls_cert: str = setting("", "certificate for HTTPS, a PEM file; empty: HTTP")
+    tls_key: str = setting("", "private key of gateway.tls_cert, a PEM file")
+    api_key_file: str = setting(
+        "", "file with the key that callers must send as `Authorization: Bearer`; empty: none"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """TLS between the processes, and of whoever calls them; on as soon as `ca` is set."""
+
+    ca: str = setting("", "certificates that sign our peers', a PEM file; empty: no TLS")
+    cert: str = setting("", "this process's certificate and what links it to the CA, a PEM file")
+    key: str = setting("", "private key of tls.cert, a PEM file that others cannot read")
+    server_name: str = setting(
+        "",
+        "name that the certificates of called processes must bear; empty: the host they are "
+        "called at",
+    )
+    require_client_cert: Literal["all", "engines", "none"] = setting(
+        "all",
+        "which processes want a certificate of whoever calls them: router and engines, engines "
+        "(prefill and decode) alone, or none",
+        choices=("all", "engines", "none"),
+    )
+    plaintext: Literal["loopback", "anywhere"] = setting(
+        "loopback",
+        "where a process may listen without TLS: on loopback, or anywhere, for networks that "
+        "nobody else is on",
+        choices=("loopback", "anywhere"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """What a caller may ask of each process at most."""
+
+    message_bytes: int = setting(
+        16 * 1024 * 1024, "bytes of a message, either way", low=1024 * 1024, high=2**30
+    )
+    prompt_bytes: int = setting(
+        8 * 1024 * 1024, "bytes of a prompt's text, as UTF-8", low=1, high=2**30
+    )
+    prompt_tokens: int = setting(
+        0, "tokens of a prompt; 0: as many as the model's context holds", low=0, high=2**31
+    )
+    concurrent_calls: int = setting(
+        4096, "calls under way at once; more are refused", low=1, high=1_000_000
+    )
+    streams_per_connection: int = setting(
+        1024, "calls under way at once on one connection; more wait", low=1, high=1_000_000
+    )
+    metadata_bytes: int = setting(
+        16 * 1024, "bytes of a call's metadata (headers)", low=1024, high=1024 * 1024
+    )
+    min_ping_seconds: float = setting(
+        10.0,
+        "least time between keepalive pings on a connection, in seconds; whoever sends them "
+        "faster is disconnected",
+        low=0.1,
+        # Our own channels ping every 15 s.
+        high=14.0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,5 +323,7 @@ class Config:
     router: RouterConfig = field(default_factory=RouterConfig)
     objectives: ObjectivesConfig = field(default_factory=ObjectivesConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     state: StateConfig = field(default_factory=StateConfig)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from headwater.errors import UnavailableError
+from headwater.errors import ResourceError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class RunningCalls:
     """Lives in the server's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
         self._num_running = 0
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -27,10 +28,18 @@ class RunningCalls:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """One call, inside the block. Raises UnavailableError when no more are taken."""
+        """One call, inside the block.
+
+        Raises UnavailableError when the process stops, ResourceError when there are too many.
+        """
         if self._is_draining:
             raise UnavailableError(
                 "the process is stopping and takes no more requests; try again, or elsewhere"
+            )
+        if self._num_running >= self._max_running:
+            raise ResourceError(
+                f"{self._num_running} calls are under way, and limits.concurrent_calls allows no "
+                "more; try again"
             )
         self._num_running += 1
         self._idle.clear()

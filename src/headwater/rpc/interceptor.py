@@ -37,8 +37,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class ErrorAndTraceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps each of our own methods; health and reflection pass through untouched."""
 
-    def __init__(self, calls: RunningCalls) -> None:
+    def __init__(self, calls: RunningCalls, max_message_bytes: int) -> None:
         self._calls = calls
+        self._max_message_bytes = max_message_bytes
 
     async def intercept_service(
         self,
@@ -53,34 +54,43 @@ class ErrorAndTraceInterceptor(grpc.aio.ServerInterceptor):
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 _wrap_unary(method, handler.unary_unary, self._calls),
-                request_deserializer=_forgiving(handler.request_deserializer),
+                request_deserializer=_forgiving(
+                    handler.request_deserializer, self._max_message_bytes
+                ),
                 response_serializer=handler.response_serializer,
             )
         return grpc.unary_stream_rpc_method_handler(
             _wrap_stream(method, handler.unary_stream, self._calls),
-            request_deserializer=_forgiving(handler.request_deserializer),
+            request_deserializer=_forgiving(handler.request_deserializer, self._max_message_bytes),
             response_serializer=handler.response_serializer,
         )
 
 
 class _Malformed:
-    """Stands for a request that could not be parsed, so that the handler can say so."""
+    """Stands for a request that is not parsed, so that the handler can say so."""
 
     def __init__(self, problem: str) -> None:
         self._problem = problem
 
     def error(self) -> InvalidRequestError:
-        return InvalidRequestError("request", f"is not a valid message: {self._problem}")
+        return InvalidRequestError("request", self._problem)
 
 
-def _forgiving(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Without it gRPC answers bytes that are no message, or no UTF-8, with UNKNOWN."""
+def _forgiving(deserialize: Callable[[bytes], Any], max_bytes: int) -> Callable[[bytes], Any]:
+    """Without it gRPC answers bytes that are no message, or no UTF-8, with UNKNOWN.
+
+    gRPC's own limit names no setting, and lies higher.
+    """
 
     def parse(data: bytes) -> Any:
+        if len(data) > max_bytes:
+            return _Malformed(
+                f"has {len(data)} bytes, and limits.message_bytes allows {max_bytes}; send less"
+            )
         try:
             return deserialize(data)
         except DecodeError as error:
-            return _Malformed(str(error))
+            return _Malformed(f"is not a valid message: {error}")
 
     return parse
 

@@ -20,13 +20,17 @@ from grpc_reflection.v1alpha import reflection
 from headwater.errors import ConfigError
 from headwater.rpc.calls import RunningCalls
 from headwater.rpc.interceptor import ErrorAndTraceInterceptor
+from headwater.rpc.limits import max_rpcs, server_options
+from headwater.rpc.link import PLAIN
+from headwater.rpc.tls import check_listen, is_on, server_credentials
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-logger = logging.getLogger(__name__)
+    from headwater.rpc.link import Link
+    from headwater.rpc.tls import Kind
 
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 0.2
 
@@ -46,19 +50,22 @@ class Registration:
 class Server:
     """A gRPC server that is live from `start` and ready once told so."""
 
-    def __init__(self, listen: str, registrations: Sequence[Registration]) -> None:
+    def __init__(
+        self,
+        listen: str,
+        registrations: Sequence[Registration],
+        link: Link = PLAIN,
+        kind: Kind = "engine",
+    ) -> None:
         self._listen = listen
+        self._tls = link.tls
+        self._kind: Kind = kind
         self._names = tuple(registration.service_name for registration in registrations)
-        self._calls = RunningCalls()
+        self._calls = RunningCalls(link.limits.concurrent_calls)
         self._server = grpc.aio.server(
-            interceptors=(ErrorAndTraceInterceptor(self._calls),),
-            options=(
-                # Two servers on one port would each get half of the calls.
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ),
+            interceptors=(ErrorAndTraceInterceptor(self._calls, link.limits.message_bytes),),
+            options=server_options(link.limits),
+            maximum_concurrent_rpcs=max_rpcs(link.limits),
         )
         self._health = HealthServicer()
         for registration in registrations:
@@ -71,19 +78,27 @@ class Server:
     async def start(self) -> int:
         """Binds and serves; returns the port. Health: "" SERVING, the services NOT_SERVING.
 
-        Raises ConfigError when the address cannot be bound.
+        Raises ConfigError when the address cannot be bound, lies beyond this machine without TLS,
+        or a certificate cannot be used.
         """
         await self._health.set("", _SERVING)
         await self.set_ready(False)
+        is_encrypted = is_on(self._tls)
+        check_listen("listen", self._listen, self._tls, is_encrypted=is_encrypted)
+        credentials = server_credentials(self._tls, self._kind) if is_encrypted else None
         try:
-            port = self._server.add_insecure_port(self._listen)
+            if credentials is None:
+                port = self._server.add_insecure_port(self._listen)
+            else:
+                port = self._server.add_secure_port(self._listen, credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {self._listen}: the port is in use or not allowed; "
                 "choose another with the setting `listen`, or stop what uses it"
             ) from error
         await self._server.start()
-        logger.info("listening on %s (port %d)", self._listen, port)
+        how = "with TLS" if is_encrypted else "in plain text"
+        logger.info("listening on %s (port %d), %s", self._listen, port, how)
         return int(port)
 
     async def set_ready(self, is_ready: bool) -> None:

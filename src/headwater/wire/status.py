@@ -43,6 +43,11 @@ _BY_CODE: dict[grpc.StatusCode, type[errors.HeadwaterError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
     grpc.StatusCode.CANCELLED: errors.CancelledError,
 }
+# Words of gRPC's own refusals, and which of our limits each one comes from.
+_LIMITS = {
+    "larger than max": "limits.message_bytes",
+    "metadata size exceeds": "limits.metadata_bytes",
+}
 
 
 def code_of(error: errors.HeadwaterError) -> grpc.StatusCode:
@@ -78,6 +83,8 @@ def error_from_rpc(failure: grpc.aio.AioRpcError) -> errors.HeadwaterError:
     message = failure.details() or failure.code().name
     details = _details_in(failure)
     info = details.get("ErrorInfo")
+    if info is None and failure.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return _limit_error(message)
     if info is None:
         return _BY_CODE.get(failure.code(), errors.InternalError)(message)
     kind = _BY_REASON.get(info.reason, errors.InternalError)
@@ -88,6 +95,13 @@ def error_from_rpc(failure: grpc.aio.AioRpcError) -> errors.HeadwaterError:
         delay = details["RetryInfo"].retry_delay
         return kind(message, delay.seconds * 1000 + delay.nanos // 1_000_000)
     return kind(message)
+
+
+def _limit_error(message: str) -> errors.HeadwaterError:
+    for words, limit in _LIMITS.items():
+        if words in message:
+            return errors.InvalidRequestError("request", f"{message}; see {limit}")
+    return errors.ResourceError(message)
 
 
 def _details_in(failure: grpc.aio.AioRpcError) -> dict[str, Any]:

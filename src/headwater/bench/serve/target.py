@@ -19,6 +19,7 @@ from headwater.errors import (
 )
 from headwater.generation import SamplingParams
 from headwater.rpc.channel import open_channel
+from headwater.rpc.link import PLAIN
 from headwater.v1 import router_service_pb2, router_service_pb2_grpc
 from headwater.wire.status import error_from_rpc
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from headwater.bench.serve.load import LoadRequest
+    from headwater.rpc.link import Link
 
 # Common English words, most of them one token; an OpenAI endpoint takes text, not token ids.
 _WORDS = (
@@ -68,9 +70,10 @@ class Target(Protocol):
 class RouterTarget:
     """headwater.v1.RouterService; answers are greedy and as long as asked for."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, link: Link = PLAIN) -> None:
         self._address = address
-        self._client = Client(address)
+        self._link = link
+        self._client = Client(address, link)
 
     async def stream(self, request: LoadRequest) -> AsyncGenerator[Piece, None]:
         """See Target."""
@@ -91,7 +94,7 @@ class RouterTarget:
 
     async def limits(self) -> ModelLimits:
         """See Target."""
-        async with open_channel(self._address) as channel:
+        async with open_channel(self._address, self._link) as channel:
             stub = router_service_pb2_grpc.RouterServiceStub(channel)
             try:
                 model = await stub.GetModel(router_service_pb2.GetModelRequest(), timeout=10)
