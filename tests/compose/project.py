@@ -85,7 +85,6 @@ class ComposeProject:
         local = Path(os.environ.get("PIP_FIND_LINKS", "/nonexistent"))
         for wheel in local.glob("torch-*+cpu-*.whl"):
             shutil.copy(wheel, self._folder / "docker" / "wheels")
-            self._environment["TORCH_CPU_INDEX"] = ""
         start = time.monotonic()
         self.compose("build", timeout=BUILD_SECONDS)
         return time.monotonic() - start
