@@ -25,13 +25,14 @@ class Branch:
 
     After the loss of an engine it leases and computes prompt and answer so far anew, and goes on
     from there: the sampler's draws depend on seed and position only, so the caller sees each token
-    once, and the same ones.
+    once, and the same ones. Without a lease it begins with that.
     """
 
     def __init__(
         self,
         index: int,
-        lease: Lease,
+        lease: Lease | None,
+        cached_tokens: int,
         answer: Answer,
         metrics: RequestMetrics,
         sampling: SamplingParams,
@@ -40,8 +41,8 @@ class Branch:
         watch: Stopwatch,
     ) -> None:
         self._index = index
-        self._lease: Lease | None = lease
-        self._cached_tokens = lease.cached_tokens
+        self._lease = lease
+        self._cached_tokens = cached_tokens
         self._answer = answer
         self._metrics = metrics
         self._last_token_at: float | None = None

@@ -174,7 +174,7 @@ class RouterCore:
                 span.event("left_to_decode")
             leases = [lease, *await preparation.forks(lease, request.n - 1)]
             branches = [
-                self._branch(i, each, request, sampling, preparation, watch)
+                self._branch(i, each, lease.cached_tokens, request, sampling, preparation, watch)
                 for i, each in enumerate(leases)
             ]
             async with aclosing(merge([branch.events() for branch in branches])) as events:
@@ -241,7 +241,8 @@ class RouterCore:
     def _branch(
         self,
         index: int,
-        lease: Lease,
+        lease: Lease | None,
+        cached_tokens: int,
         request: RouterRequest,
         sampling: SamplingParams,
         preparation: Preparation,
@@ -253,6 +254,7 @@ class RouterCore:
         return Branch(
             index,
             lease,
+            cached_tokens,
             Answer(request, self.model.tokenizer),
             self._metrics,
             dataclasses.replace(sampling, seed=seed),

@@ -110,17 +110,23 @@ class Preparation:
                     lease = step
         return lease
 
-    async def forks(self, lease: Lease, count: int) -> list[Lease]:
-        """`count` more leases on the prefilled prompt."""
+    async def forks(self, lease: Lease, count: int) -> list[Lease | None]:
+        """`count` more leases on the prefilled prompt; None where decode was lost instead."""
 
         async def fork() -> Lease:
             return await self.decode.fork(lease, self.num_prompt_tokens, self.deadline)
 
-        forks = [await self.admission.room(fork, self.deadline) for _ in range(count)]
-        return [
-            self._opened(dataclasses.replace(each, prefilled_tokens=lease.prefilled_tokens))
-            for each in forks
-        ]
+        forks: list[Lease | None] = []
+        for _ in range(count):
+            try:
+                found = await self.admission.room(fork, self.deadline)
+            except UnavailableError as lost:
+                logger.warning("request %s goes on without a fork: %s", self.name, lost)
+                forks.append(None)
+            else:
+                found = dataclasses.replace(found, prefilled_tokens=lease.prefilled_tokens)
+                forks.append(self._opened(found))
+        return forks
 
     async def generate(
         self, lease: Lease, sampling: SamplingParams, output: Sequence[int]

@@ -84,6 +84,7 @@ class FakeDecode:
         self.sampling: SamplingParams | None = None
         self.samplings: list[SamplingParams] = []
         self.num_forks = 0
+        self.fork_errors: list[Exception] = []
         # Positions in the script at which the engine goes away, once each.
         self.deaths: set[int] = set()
         self.prompt: Sequence[int] = ()
@@ -106,6 +107,8 @@ class FakeDecode:
         return Lease(len(self.reserved), 7, cached_tokens, self.ttl_seconds, handle=None)
 
     async def fork(self, lease: Lease, prompt_tokens: int, deadline: float | None) -> Lease:
+        if self.fork_errors:
+            raise self.fork_errors.pop(0)
         self.num_forks += 1
         return Lease(1000 + self.num_forks, 7, 3, self.ttl_seconds, handle=None)
 

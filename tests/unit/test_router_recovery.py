@@ -99,3 +99,13 @@ async def test_several_answers_share_a_prompt_and_differ_in_seed() -> None:
         assert ends[0].usage is not None
     assert rig.decode.num_forks == 2
     assert {sampling.seed for sampling in rig.decode.samplings} == {2**64 - 1, 0, 1}
+
+
+async def test_answers_go_on_when_decode_dies_before_the_fork() -> None:
+    rig = Rig(ANSWER, recovery_seconds=60.0)
+    rig.decode.fork_errors = [UnavailableError("decode died")]
+    events = await collect(rig, n=3)
+    assert [text_of(events, index) for index in range(3)] == [ANSWER] * 3
+    assert rig.decode.num_forks == 1
+    # One lease for the prompt, and one for the answer that had to begin anew.
+    assert len(rig.decode.reserved) == 2
