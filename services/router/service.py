@@ -33,7 +33,9 @@ async def run(config: Config) -> None:
         records_content=config.telemetry.record_content,
         link=link,
     )
-    server = Server(config.router.listen, router.registrations, link, "router")
+    server = Server(
+        config.router.listen, router.registrations, link, "router", config.router.plain_listen
+    )
     await server.start()
     router.start()
     observe_router(router.core)

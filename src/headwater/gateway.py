@@ -57,13 +57,12 @@ def gateway_command(
         _split(address, "router.listen" if len(router_addresses) == 1 else "gateway.routers")
     protection = protection or Protection()
     protection.check(listen)
-    scheme = protection.router_scheme
     return [
         *(python, *protection.program()),
         *("--host", host, "--port", port),
         # Left out, these would listen on every interface.
         *("--prometheus-host", metrics_host, "--prometheus-port", metrics_port),
-        *("--worker-urls", *(f"{scheme}://{address}" for address in router_addresses)),
+        *("--worker-urls", *(f"grpc://{address}" for address in router_addresses)),
         *("--backend", "vllm"),
         *protection.options(),
         *(_ONE_NODE if len(router_addresses) == 1 else _SEVERAL_NODES),

@@ -1,4 +1,8 @@
-"""How SMG, the HTTP gateway, is protected: HTTPS, its API key, and TLS to the routers."""
+"""How SMG, the HTTP gateway, is protected: HTTPS, its API key, and limits.
+
+It speaks no TLS to routers: SMG 1.13 takes grpcs:// and certificates for them, but its gRPC client
+uses none, and fails. So the router listens for it in plain text, on loopback.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 from headwater.config import GatewayConfig, LimitsConfig, TlsConfig
 from headwater.errors import ConfigError
 from headwater.rpc.secret_file import read_secret
-from headwater.rpc.tls import certificate_of, check_listen, is_on, pair_context
+from headwater.rpc.tls import check_listen, pair_context
 
 if TYPE_CHECKING:
     from headwater.config import Config
@@ -29,11 +33,6 @@ class Protection:
         """The settings of a whole configuration."""
         return cls(config.gateway, config.tls, config.limits)
 
-    @property
-    def router_scheme(self) -> str:
-        """What the URLs of routers begin with."""
-        return "grpcs" if is_on(self.tls) else "grpc"
-
     def check(self, listen: str) -> None:
         """Raises ConfigError when a file cannot be used, or SMG would speak plain text to others.
 
@@ -50,8 +49,6 @@ class Protection:
             pair_context("gateway", cert, key, ssl.PROTOCOL_TLS_SERVER)
         if self.gateway.api_key_file:
             read_secret("gateway.api_key_file", self.gateway.api_key_file)
-        if is_on(self.tls) and self.tls.cert:
-            certificate_of(self.tls, "client")
 
     def options(self) -> tuple[str, ...]:
         """Options of SMG; none of them is secret."""
@@ -59,11 +56,6 @@ class Protection:
         if self.gateway.tls_cert:
             chosen += ["--tls-cert-path", _path(self.gateway.tls_cert)]
             chosen += ["--tls-key-path", _path(self.gateway.tls_key)]
-        if is_on(self.tls):
-            chosen += ["--ca-cert-paths", _path(self.tls.ca)]
-            if self.tls.cert:
-                chosen += ["--client-cert-path", _path(self.tls.cert)]
-                chosen += ["--client-key-path", _path(self.tls.key)]
         return tuple(chosen)
 
     def program(self) -> tuple[str, ...]:

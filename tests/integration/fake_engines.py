@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headwater.errors import HeadwaterError
+from headwater.rpc.link import PLAIN, Link
 from headwater.rpc.server import Registration, Server
 from headwater.v1 import (
     decode_service_pb2,
@@ -200,19 +201,23 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def serving_prefill(prefill: FakePrefill, port: int = 0) -> AsyncIterator[Engine]:
+async def serving_prefill(
+    prefill: FakePrefill, port: int = 0, link: Link = PLAIN
+) -> AsyncIterator[Engine]:
     """Serves until the end of the block."""
     registration = Registration(
         prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server,
         prefill,
         "headwater.v1.PrefillService",
     )
-    async with _serving((registration,), port) as engine:
+    async with _serving((registration,), port, link) as engine:
         yield engine
 
 
 @contextlib.asynccontextmanager
-async def serving_decode(decode: FakeDecode, port: int = 0) -> AsyncIterator[Engine]:
+async def serving_decode(
+    decode: FakeDecode, port: int = 0, link: Link = PLAIN
+) -> AsyncIterator[Engine]:
     """Serves until the end of the block."""
     registrations = (
         Registration(
@@ -226,13 +231,15 @@ async def serving_decode(decode: FakeDecode, port: int = 0) -> AsyncIterator[Eng
             "headwater.v1.MemoryService",
         ),
     )
-    async with _serving(registrations, port) as engine:
+    async with _serving(registrations, port, link) as engine:
         yield engine
 
 
 @contextlib.asynccontextmanager
-async def _serving(registrations: tuple[Registration, ...], port: int) -> AsyncIterator[Engine]:
-    server = Server(f"127.0.0.1:{port}", registrations)
+async def _serving(
+    registrations: tuple[Registration, ...], port: int, link: Link
+) -> AsyncIterator[Engine]:
+    server = Server(f"127.0.0.1:{port}", registrations, link)
     bound = await server.start()
     await server.set_ready(True)
     try:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
+from headwater.cli.stack import gateway_command_of
+from headwater.config import Config, GatewayConfig, RouterConfig, TlsConfig
 from headwater.errors import ConfigError
 from headwater.gateway import gateway_command, gateway_environment, gateway_not_ready_reason
+from headwater.gateway_protection import Protection
+from tests.certificates import Authority
 
 
 def _command(
@@ -15,6 +20,7 @@ def _command(
     listen: str = "127.0.0.1:8000",
     metrics_listen: str = "127.0.0.1:29000",
     otlp_endpoint: str = "",
+    protection: Protection | None = None,
 ) -> list[str]:
     return gateway_command(
         listen=listen,
@@ -23,6 +29,7 @@ def _command(
         otlp_endpoint=otlp_endpoint,
         grace_seconds=2.4,
         python="python3",
+        protection=protection,
     )
 
 
@@ -99,3 +106,54 @@ def test_a_gateway_that_is_not_there_is_not_ready() -> None:
         reason = gateway_not_ready_reason(address)
     assert reason is not None
     assert address in reason
+
+
+def test_a_key_is_on_no_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "api.key"
+    file.write_text("secret\n")
+    file.chmod(0o644)
+    protection = Protection(GatewayConfig(api_key_file=str(file)))
+    with pytest.raises(ConfigError, match=r"gateway\.api_key_file: .*has mode 0644.*chmod 600"):
+        _command(protection=protection)
+    file.chmod(0o600)
+    command = _command(protection=protection)
+    assert command[:4] == ["python3", "-m", "headwater.keyed_gateway", str(file)]
+    assert not any("secret" in argument for argument in command)
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"api\.key is empty"):
+        _command(protection=protection)
+
+
+def test_https_needs_a_pair_that_belongs_together(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    one, other = authority.issue("one"), authority.issue("other")
+    command = _command(protection=Protection(GatewayConfig(tls_cert=one.cert, tls_key=one.key)))
+    assert _value(command, "--tls-cert-path") == one.cert
+    assert _value(command, "--tls-key-path") == one.key
+    with pytest.raises(ConfigError, match=r"gateway\.tls_key: .*other\.key is not the key of"):
+        _command(protection=Protection(GatewayConfig(tls_cert=one.cert, tls_key=other.key)))
+    with pytest.raises(ConfigError, match=r"one is set and the other is empty"):
+        _command(protection=Protection(GatewayConfig(tls_cert=one.cert)))
+
+
+def test_beyond_this_machine_it_wants_https(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.listen: 0\.0\.0\.0:80 is beyond this machine"):
+        _command(listen="0.0.0.0:80")
+    _command(listen="0.0.0.0:80", protection=Protection(tls=TlsConfig(plaintext="anywhere")))
+    pair = Authority(tmp_path).issue()
+    _command(
+        listen="0.0.0.0:80",
+        protection=Protection(GatewayConfig(tls_cert=pair.cert, tls_key=pair.key)),
+    )
+
+
+def test_the_gateway_reaches_a_router_with_tls_in_plain_text() -> None:
+    tls = TlsConfig(ca="ca.pem", cert="a", key="b")
+    with pytest.raises(
+        ConfigError, match=r"router\.plain_listen: is empty, and the gateway speaks"
+    ):
+        gateway_command_of(Config(tls=tls))
+    router = RouterConfig(plain_listen="127.0.0.1:50049")
+    command = gateway_command_of(Config(tls=tls, router=router))
+    assert _value(command, "--worker-urls") == "grpc://127.0.0.1:50049"
+    assert _value(command, "--max-payload-size") == str(16 * 1024 * 1024)

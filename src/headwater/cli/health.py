@@ -6,6 +6,8 @@ import socket
 from typing import TYPE_CHECKING
 
 from headwater.cli import stack
+from headwater.rpc.channel import callable_address
+from headwater.rpc.tls_problem import tls_problem
 
 if TYPE_CHECKING:
     import argparse
@@ -23,10 +25,18 @@ def health(arguments: argparse.Namespace, config: Config) -> int:
     ]
     ready = {name: stack.is_serving(name, config) for name in names}
     for name, is_ready in ready.items():
-        print(f"{name} {'SERVING' if is_ready else 'NOT_SERVING'}")
+        print(f"{name} {'SERVING' if is_ready else 'NOT_SERVING'}{_why(name, config, is_ready)}")
     if not ready:
         print("no service listens here")
     return 0 if ready and all(ready.values()) else 1
+
+
+def _why(name: str, config: Config, is_ready: bool) -> str:
+    """What is wrong with TLS, if that is why a process seems not to serve."""
+    if is_ready or name == stack.GATEWAY:
+        return ""
+    problem = tls_problem(callable_address(stack.address_of(name, config)), config.tls)
+    return f": {problem}" if problem else ""
 
 
 def _listens(name: str, config: Config) -> bool:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headwater.cli.processes import ManagedProcess
 from headwater.config.sources import ENV_PREFIX
+from headwater.errors import ConfigError
 from headwater.gateway import (
     gateway_command,
     gateway_environment,
@@ -22,6 +23,7 @@ from headwater.gateway import (
 from headwater.gateway_protection import Protection
 from headwater.rpc.channel import open_blocking_channel
 from headwater.rpc.link import Link
+from headwater.rpc.tls import is_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,12 +82,22 @@ def command_of(name: str, config: Config, config_path: Path) -> list[str]:
 
 
 def gateway_command_of(config: Config) -> list[str]:
-    """The command line of the gateway."""
+    """The command line of the gateway.
+
+    Raises ConfigError when it cannot be used, or the router speaks nothing but TLS.
+    """
+    own_router = config.router.plain_listen
+    if not own_router and not config.gateway.routers and is_on(config.tls):
+        raise ConfigError(
+            "router.plain_listen: is empty, and the gateway speaks no TLS to routers; set it to an "
+            "address on this machine, such as 127.0.0.1:50049, or gateway.enabled to false"
+        )
+    own_router = own_router or config.router.listen
     routers = [address.strip() for address in config.gateway.routers.split(",")]
     return gateway_command(
         listen=config.gateway.listen,
         metrics_listen=config.gateway.metrics_listen,
-        router_addresses=routers if config.gateway.routers else [config.router.listen],
+        router_addresses=routers if config.gateway.routers else [own_router],
         otlp_endpoint=config.telemetry.otlp_endpoint,
         protection=Protection.of(config),
     )

@@ -11,8 +11,9 @@ from google.protobuf.json_format import MessageToDict
 from headwater.cli import stack
 from headwater.cli.supervise import read_restarts
 from headwater.cli.table import print_table
-from headwater.rpc.channel import open_blocking_channel
+from headwater.rpc.channel import callable_address, open_blocking_channel
 from headwater.rpc.link import Link
+from headwater.rpc.tls_problem import tls_problem
 from headwater.shm import list_segments
 from headwater.v1 import (
     decode_service_pb2,
@@ -94,7 +95,8 @@ def _state(name: str, config: Config) -> dict[str, Any]:
         try:
             reply = make_stub(channel).GetStatus(make_request(), timeout=stack.PROBE_SECONDS)
         except grpc.RpcError:
-            return state
+            problem = tls_problem(callable_address(state["address"]), config.tls)
+            return state | ({"problem": problem} if problem else {})
     state["health"] = "SERVING" if stack.is_serving(name, config) else "NOT_SERVING"
     state.update(
         MessageToDict(
@@ -117,6 +119,9 @@ def _print_tables(states: dict[str, Any], segments: list[dict[str, Any]]) -> Non
         "MODEL",
     )
     print_table(titles, [_row(name, state) for name, state in states.items()])
+    for name, state in states.items():
+        if "problem" in state:
+            print(f"{name}: {state['problem']}")
     decode = states["decode"]
     if "kv_layout" in decode:
         layout = decode["kv_layout"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -12,9 +10,9 @@ from typing import TYPE_CHECKING
 import grpc
 
 from headwater.cli import stack
+from headwater.cli.how_to_use import how_to_use
 from headwater.cli.model import with_model
 from headwater.cli.progress import progress_bar
-from headwater.client import DEFAULT_ADDRESS
 from headwater.config import to_toml
 from headwater.errors import ConfigError, UnavailableError
 from headwater.rpc.channel import callable_address, open_blocking_channel
@@ -66,14 +64,17 @@ def up(arguments: argparse.Namespace, config: Config) -> int:
     if supervisor.pid() is None:
         command = [sys.executable, "-m", "headwater.cli.supervise", "--config", str(config_path)]
         supervisor.start(command, stack.environment_of("supervisor", config))
-    print(_how_to_use(config))
+    print(how_to_use(config, config_path))
     return 0
 
 
 def _check_tls(config: Config) -> None:
-    """All processes have one certificate. Raises ConfigError before any of them waits for another
-    that it cannot reach.
+    """Raises ConfigError before any process waits for another that it cannot reach.
+
+    All of them have one certificate.
     """
+    if config.gateway.enabled:
+        stack.gateway_command_of(config)
     if is_on(config.tls):
         called = [stack.address_of(name, config) for name in stack.SERVICE_NAMES]
         called += [config.prefill.decode_address, config.router.prefill_address]
@@ -144,53 +145,3 @@ def _wait_until_serving(
                 f"{name} is not ready in time; see {process.log_path}, or raise --timeout"
             )
         time.sleep(POLL_SECONDS)
-
-
-def _how_to_use(config: Config) -> str:
-    router = stack.address_of("router", config)
-    lines = [
-        f"Serving {config.model.name}",
-        f"  router   gRPC  {router}",
-        f"  prefill  gRPC  {stack.address_of('prefill', config)}",
-        f"  decode   gRPC  {stack.address_of('decode', config)}",
-    ]
-    if config.gateway.enabled:
-        lines.append(f"  gateway  HTTP  http://{config.gateway.listen}")
-    flag = "" if router == DEFAULT_ADDRESS else f" --set router.listen={router}"
-    lines += [
-        "",
-        "In a terminal:",
-        f'  {_program()} generate "The capital of France is"{flag}',
-        f"  {_program()} chat{flag}",
-        "",
-        "gRPC:",
-        """  grpcurl -plaintext -d '{"text": "The capital of France is"}' """
-        f"{router} headwater.v1.RouterService/Generate",
-        "",
-        "Python:",
-        "  import asyncio",
-        "  from headwater.client import Client",
-        "  async def main():",
-        f'      async with Client("{router}") as client:',
-        '          async for event in client.chat([("user", "What is the capital of France?")]):',
-        '              print(event.text, end="", flush=True)',
-        "  asyncio.run(main())",
-    ]
-    if config.gateway.enabled:
-        body = (
-            f'{{"model": "{config.model.name}", "messages": '
-            '[{"role": "user", "content": "What is the capital of France?"}]}'
-        )
-        lines += [
-            "",
-            "curl:",
-            f"  curl http://{config.gateway.listen}/v1/chat/completions "
-            f"-H 'Content-Type: application/json' -d '{body}'",
-        ]
-    lines += ["", f"Stop it with: {_program()} down"]
-    return "\n".join(lines)
-
-
-def _program() -> str:
-    """How this command can be called again from here."""
-    return "headwater" if shutil.which("headwater") else os.path.relpath(sys.argv[0])

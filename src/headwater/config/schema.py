@@ -148,6 +148,12 @@ class RouterConfig:
     """The router process."""
 
     listen: str = setting("127.0.0.1:50050", "address to listen on", kind="address")
+    plain_listen: str = setting(
+        "",
+        "address to listen on without TLS as well, for the gateway, which speaks none to routers; "
+        "empty: none",
+        kind="optional_address",
+    )
     prefill_address: str = setting(
         "127.0.0.1:50051", "where the prefill process listens", kind="address"
     )
@@ -203,7 +209,7 @@ class GatewayConfig:
     routers: str = setting(
         "",
         "routers that it spreads requests over, one per node: host:port, ...; empty: the one at "
-        "router.listen",
+        "router.plain_listen, or router.listen",
     )
     tls_cert: str = setting("", "certificate for HTTPS, a PEM file; empty: HTTP")
     tls_key: str = setting("", "private key of gateway.tls_cert, a PEM file")

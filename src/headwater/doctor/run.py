@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.cli.processes import ManagedProcess
-from headwater.doctor import cpu, gpu, measure, memory, software, storage
+from headwater.doctor import cpu, gpu, measure, memory, security, software, storage
 from headwater.doctor.host import Host
 from headwater.errors import ConfigError, HeadwaterError
 
@@ -59,6 +59,8 @@ def examine(config: Config, host: Host | None = None) -> Iterator[Finding]:
     yield from gpu.check_links(host, cuda)
     yield from storage.check_disk(measure.disk_gb_per_s(files), needed, what)
     yield from software.check_ports(tuple(_ports(config)))
+    yield from security.check_tls(config.tls)
+    yield from security.check_reach(config)
     yield from _versions(config, has_gpu=bool(cuda.devices))
 
 

@@ -56,8 +56,11 @@ class Server:
         registrations: Sequence[Registration],
         link: Link = PLAIN,
         kind: Kind = "engine",
+        plain_listen: str = "",
     ) -> None:
+        """`plain_listen` is a second address, for callers that cannot speak TLS."""
         self._listen = listen
+        self._plain_listen = plain_listen
         self._tls = link.tls
         self._kind: Kind = kind
         self._names = tuple(registration.service_name for registration in registrations)
@@ -84,22 +87,28 @@ class Server:
         await self._health.set("", _SERVING)
         await self.set_ready(False)
         is_encrypted = is_on(self._tls)
-        check_listen("listen", self._listen, self._tls, is_encrypted=is_encrypted)
+        port = self._bind("listen", self._listen, is_encrypted=is_encrypted)
+        if self._plain_listen:
+            self._bind("plain_listen", self._plain_listen, is_encrypted=False)
+        await self._server.start()
+        return port
+
+    def _bind(self, setting: str, listen: str, *, is_encrypted: bool) -> int:
+        check_listen(setting, listen, self._tls, is_encrypted=is_encrypted)
         credentials = server_credentials(self._tls, self._kind) if is_encrypted else None
         try:
             if credentials is None:
-                port = self._server.add_insecure_port(self._listen)
+                port = int(self._server.add_insecure_port(listen))
             else:
-                port = self._server.add_secure_port(self._listen, credentials)
+                port = int(self._server.add_secure_port(listen, credentials))
         except RuntimeError as error:
             raise ConfigError(
-                f"cannot listen on {self._listen}: the port is in use or not allowed; "
-                "choose another with the setting `listen`, or stop what uses it"
+                f"cannot listen on {listen}: the port is in use or not allowed; "
+                f"choose another with the setting `{setting}`, or stop what uses it"
             ) from error
-        await self._server.start()
         how = "with TLS" if is_encrypted else "in plain text"
-        logger.info("listening on %s (port %d), %s", self._listen, port, how)
-        return int(port)
+        logger.info("listening on %s (port %d), %s", listen, port, how)
+        return port
 
     async def set_ready(self, is_ready: bool) -> None:
         """Tells grpc.health whether the services can be used."""
