@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from rich.console import Console
 
 from headwater.cli.process_use import ProcessUse, Use
 from headwater.cli.top_view import render
+
+_WATCHDOG_SECONDS = 120.0
 
 ROUTER = {
     "health": "SERVING",
@@ -158,13 +161,17 @@ def test_it_runs_in_a_terminal(tmp_path: Path, arguments: list[str]) -> None:
         stdout=slave,
         stderr=slave,
         env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"},
+        # Whoever runs the tests in the background of a shell has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(slave)
+    watchdog = threading.Timer(_WATCHDOG_SECONDS, process.kill)
+    watchdog.start()
     output = b""
     try:
         # Each process is a row once a look is over.
-        while output.count(b"DOWN") < 3:
-            output += os.read(master, 4096)
+        while output.count(b"DOWN") < 3 and (chunk := _read(master)):
+            output += chunk
         if "--once" not in arguments:
             process.send_signal(signal.SIGINT)
         # What is left must be read, or the process would wait for somebody to do it.
@@ -172,6 +179,7 @@ def test_it_runs_in_a_terminal(tmp_path: Path, arguments: list[str]) -> None:
             output += chunk
         assert process.wait() == 0
     finally:
+        watchdog.cancel()
         process.kill()
         process.wait()
         os.close(master)
