@@ -97,13 +97,13 @@ async def edge(tmp_path: Path) -> AsyncIterator[Edge]:
 
 
 async def test_who_is_let_in(edge: Edge, tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "Hello"}]
+    prompt = "The capital of France is"
     async with edge.client(KEY) as client:
-        reply = await client.chat.completions.create(model="tiny", messages=messages)  # type: ignore[call-overload]
-        assert reply.choices[0].message.content == ANSWER
+        reply = await client.completions.create(model="tiny", prompt=prompt)
+        assert reply.choices[0].text == ANSWER
     async with edge.client("wrong") as client:
         with pytest.raises(openai.AuthenticationError):
-            await client.chat.completions.create(model="tiny", messages=messages)  # type: ignore[call-overload]
+            await client.completions.create(model="tiny", prompt=prompt)
     async with edge.client(KEY, ca=Authority(tmp_path, "stranger").path) as client:
         with pytest.raises(openai.APIConnectionError):
             await client.models.list()

@@ -10,6 +10,7 @@ from headwater.cli import stack as cli_stack
 from headwater.cli.pulse import Pulse
 from headwater.cli.supervise import MAX_UNANSWERED, Supervisor, read_restarts
 from headwater.config import load_config
+from headwater.rpc.link import Link
 from tests.integration.stack import free_port
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class FakeProcess:
 
 
 class FakePulse:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, link: Link) -> None:
         self.num_unanswered = 0
 
     def look(self) -> None:
