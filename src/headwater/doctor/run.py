@@ -103,6 +103,8 @@ def _memlock() -> int | None:
 def _ports(config: Config) -> Iterator[software.Port]:
     folder = Path(config.state.run_dir).expanduser() / config.shm.prefix
     wanted = [(name, f"{name}.listen", getattr(config, name).listen) for name in _SERVICES]
+    if config.router.plain_listen:
+        wanted.append(("router", "router.plain_listen", config.router.plain_listen))
     if config.gateway.enabled:
         wanted.append(("gateway", "gateway.listen", config.gateway.listen))
         wanted.append(("gateway", "gateway.metrics_listen", config.gateway.metrics_listen))

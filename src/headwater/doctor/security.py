@@ -61,6 +61,8 @@ def _plain_addresses(config: Config) -> dict[str, str]:
     found = {}
     if not (config.tls.ca or config.tls.cert):
         found = {f"{name}.listen": getattr(config, name).listen for name in _SERVICES}
+    if config.router.plain_listen:
+        found["router.plain_listen"] = config.router.plain_listen
     if config.gateway.enabled and not config.gateway.tls_cert:
         found["gateway.listen"] = config.gateway.listen
     return found
