@@ -52,9 +52,8 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         """Streams tokens until the answer ends."""
         memory = self._owner.ready()
         params = self._checked_sampling(request)
-        lease = memory.pool.pin(
-            request.epoch, request.lease_id, is_prefilled=_is_prefilled(request)
-        )
+        token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        lease = memory.pool.pin(request.epoch, request.lease_id, token_ids, _num_prefilled(request))
         try:
             bridge: EventBridge[TokenEvent] = EventBridge()
             sequence = _sequence(request, lease, params, memory.spec, bridge.emit)
@@ -156,13 +155,11 @@ async def _wait_for_end(bridge: EventBridge[TokenEvent]) -> None:
             pass
 
 
-def _is_prefilled(request: pb.DecodeServiceGenerateRequest) -> bool:
-    """Whether prefill computed the prompt, or a part of it."""
-    return request.HasField("prefilled_tokens") or not request.extends_prompt
+def _num_prefilled(request: pb.DecodeServiceGenerateRequest) -> int | None:
+    """Tokens of prompt and output that prefill computed; None: decode computes them.
 
-
-def _num_computed(request: pb.DecodeServiceGenerateRequest, lease: KvLease) -> int:
-    """Tokens of prompt and output whose KV the lease holds. Raises InvalidRequestError."""
+    Raises InvalidRequestError.
+    """
     num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
     if request.HasField("prefilled_tokens"):
         if not 1 <= request.prefilled_tokens <= num_prompt:
@@ -172,7 +169,7 @@ def _num_computed(request: pb.DecodeServiceGenerateRequest, lease: KvLease) -> i
                 f"{request.prefilled_tokens}",
             )
         return request.prefilled_tokens
-    return lease.cached_tokens if request.extends_prompt else num_prompt + num_output
+    return None if request.extends_prompt else num_prompt + num_output
 
 
 def _tpot_seconds(request: pb.DecodeServiceGenerateRequest) -> float | None:
@@ -209,7 +206,8 @@ def _sequence(
     for token_id in tokens:
         check_token_id("prompt_token_ids", token_id, spec.vocab_size)
     room = spec.max_context_tokens - len(prompt)
-    num_computed = _num_computed(request, lease)
+    num_prefilled = _num_prefilled(request)
+    num_computed = lease.cached_tokens if num_prefilled is None else num_prefilled
     return Sequence(
         request_id=request.request_id,
         lease=lease,

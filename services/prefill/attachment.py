@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from headwater.errors import InternalError, InvalidRequestError, SegmentError
+from headwater.errors import InternalError, InvalidRequestError, SegmentError, StaleEpochError
 from headwater.kv.writer import KvWriter
 from headwater.model.spec import ModelSpec
 from headwater.rpc.channel import open_channel
 from headwater.telemetry.tracing import outgoing_metadata
-from headwater.v1 import memory_service_pb2, memory_service_pb2_grpc
+from headwater.v1 import (
+    decode_service_pb2,
+    decode_service_pb2_grpc,
+    memory_service_pb2,
+    memory_service_pb2_grpc,
+)
 from headwater.weights.store import WeightsStore
-from headwater.wire.kv import segment_handle_from_pb
+from headwater.wire.kv import kv_layout_from_pb, segment_handle_from_pb
 from headwater.wire.status import error_from_rpc
 from headwater.wire.weights import tensor_entry_from_pb
 
@@ -42,6 +47,7 @@ class Attachment:
         self._models = models
         self._channel = open_channel(decode_address, link)
         self._memory_service = memory_service_pb2_grpc.MemoryServiceStub(self._channel)
+        self._decode_service = decode_service_pb2_grpc.DecodeServiceStub(self._channel)
         self._lock = asyncio.Lock()
         self._writer: KvWriter | None = None
         self.store: WeightsStore | None = None
@@ -65,14 +71,22 @@ class Attachment:
     async def writer_for(self, lease: KvLease) -> tuple[Model, KvWriter]:
         """The model and the pool that the lease belongs to.
 
-        Raises SegmentError when the pool cannot be attached, UnavailableError when decode is away,
-        InvalidRequestError when the lease says another layout than earlier ones of its pool.
+        What is attached is what decode says, and never what a lease says: a wrong one must not take
+        the pool away from the prompts under way.
+
+        Raises StaleEpochError when decode has another pool, SegmentError when the pool cannot be
+        attached, UnavailableError when decode is away, InvalidRequestError when the lease names
+        another segment or layout than the pool's.
         """
         async with self._lock:
-            if self._writer is None or self._writer.handle != lease.segment:
-                await self._attach_pool(lease)
+            if self._writer is None or self._writer.handle.epoch != lease.segment.epoch:
+                await self._attach_pool(lease.segment.epoch)
             assert self._writer is not None
             assert self.model is not None
+            if self._writer.handle != lease.segment:
+                raise InvalidRequestError(
+                    "lease.segment", "is not the pool's; pass the lease on as ReserveKv gave it"
+                )
             if self._writer.memory.layout != lease.layout:
                 raise InvalidRequestError("lease.layout", "is not the layout of the lease's pool")
             return self.model, self._writer
@@ -86,17 +100,30 @@ class Attachment:
         if self.store is not None:
             self.store.close()
 
-    async def _attach_pool(self, lease: KvLease) -> None:
-        writer = KvWriter(lease.segment, lease.layout)
+    async def _attach_pool(self, epoch: int) -> None:
         try:
-            await self._fetch_weights()
+            status = await self._decode_service.GetStatus(
+                decode_service_pb2.GetDecodeStatusRequest(), metadata=outgoing_metadata()
+            )
+            if status.kv_pool.epoch != epoch:
+                raise StaleEpochError(
+                    f"epoch {epoch}: the KV pool is now of epoch {status.kv_pool.epoch}; older "
+                    "leases are gone"
+                )
+            writer = KvWriter(
+                segment_handle_from_pb(status.kv_pool), kv_layout_from_pb(status.kv_layout)
+            )
+            try:
+                await self._fetch_weights()
+            except BaseException:
+                writer.close()
+                raise
         except grpc.aio.AioRpcError as failure:
-            writer.close()
             raise error_from_rpc(failure) from failure
         if self._writer is not None:
             self._writer.close()
         self._writer = writer
-        logger.info("attached the KV pool %s", lease.segment.name)
+        logger.info("attached the KV pool %s", writer.handle.name)
 
     async def _fetch_weights(self) -> None:
         request = memory_service_pb2.GetWeightsRequest()

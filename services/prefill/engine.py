@@ -199,7 +199,7 @@ class PrefillEngine:
             self._count_pending(-share.num_tokens)
             if job.num_pending == 0:
                 pack.leave_hidden(job)
-                job.writer.complete(job.lease)
+                job.writer.complete(job.lease, job.token_ids)
                 self._end(job, _done(job))
 
     def _begin(self, job: PrefillJob) -> bool:

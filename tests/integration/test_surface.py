@@ -99,6 +99,8 @@ def test_engines_refuse_what_only_a_broken_router_would_send(shared_stack: Stack
             for name, value in changes.items():
                 if isinstance(value, kv_pb2.KvLayout):
                     request.lease.layout.CopyFrom(value)
+                elif isinstance(value, list):
+                    getattr(request.lease, name)[:] = value
                 else:
                     setattr(request.lease, name, value)
             return list(compute(request))
@@ -117,7 +119,22 @@ def test_engines_refuse_what_only_a_broken_router_would_send(shared_stack: Stack
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "lease.layout",
             ),
-            (lambda: prompt([1], generation=77), grpc.StatusCode.NOT_FOUND, "released"),
+            (
+                lambda: prompt([1], generation=77),
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "lease.generation",
+            ),
+            (
+                lambda: prompt([1], block_ids=[lease.block_ids[0] + 1]),
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "lease.generation",
+            ),
+            # The number of a lease to come, with the right check sum.
+            (
+                lambda: prompt([1], generation=lease.generation + (1 << 24)),
+                grpc.StatusCode.NOT_FOUND,
+                "released",
+            ),
             (
                 lambda: memory.ReserveKv(memory_service_pb2.ReserveKvRequest(max_new_tokens=1)),
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -166,16 +183,13 @@ def test_a_foreign_segment_is_refused(shared_stack: Stack) -> None:
         foreign.chmod(0o600)
         try:
             compute = prefill_service_pb2_grpc.PrefillServiceStub(prefill).Prefill
-            for name, words in (
-                (foreign.name, "magic"),
-                (f"{foreign.name}-none", "does not exist"),
-                ("../etc/passwd", "name"),
-            ):
+            for name in (foreign.name, f"{foreign.name}-none", "../etc/passwd"):
                 request = prefill_service_pb2.PrefillRequest(token_ids=[1, 2], lease=lease)
                 request.lease.segment.name = name
                 with pytest.raises(grpc.RpcError) as caught:
                     list(compute(request))
-                assert words in (caught.value.details() or "")
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert "lease.segment" in (caught.value.details() or "")
             request.lease.CopyFrom(lease)
             assert list(compute(request))[-1].HasField("done")
         finally:

@@ -153,7 +153,7 @@ class Rig:
                 break
             except KvExhaustedError:
                 os.sched_yield()
-        lease = self.pool.pin(lease.segment.epoch, lease.lease_id, is_prefilled=False)
+        lease = self.pool.pin(lease.segment.epoch, lease.lease_id, prompt, None)
         events: queue.SimpleQueue[TokenEvent | HeadwaterError] = queue.SimpleQueue()
 
         def emit(event: TokenEvent | HeadwaterError) -> None:

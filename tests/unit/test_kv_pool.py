@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headwater.errors import (
+    InvalidRequestError,
     KvExhaustedError,
     LeaseError,
     PromptTooLongError,
@@ -124,7 +125,7 @@ def test_other_epochs_are_refused(pool: KvPool) -> None:
     with pytest.raises(StaleEpochError, match="epoch 76"):
         pool.renew(76, [lease.lease_id])
     with pytest.raises(StaleEpochError):
-        pool.pin(76, lease.lease_id)
+        pool.pin(76, lease.lease_id, [1], 1)
     pool.release(76, [lease.lease_id])
     assert pool.num_leases == 1
 
@@ -132,12 +133,12 @@ def test_other_epochs_are_refused(pool: KvPool) -> None:
 def test_generation_needs_a_complete_prompt(pool: KvPool, writer: KvWriter, clock: Clock) -> None:
     lease = pool.reserve("a", 1, 1)
     with pytest.raises(LeaseError, match="not computed"):
-        pool.pin(EPOCH, lease.lease_id)
+        pool.pin(EPOCH, lease.lease_id, [1], 1)
     with writer.writing(lease):
-        writer.complete(lease)
-    assert pool.pin(EPOCH, lease.lease_id) == lease
+        writer.complete(lease, [1])
+    assert pool.pin(EPOCH, lease.lease_id, [1], 1) == lease
     with pytest.raises(LeaseError, match="uses it already"):
-        pool.pin(EPOCH, lease.lease_id)
+        pool.pin(EPOCH, lease.lease_id, [1], 1)
     # While generation runs, neither time nor a release from outside ends the lease.
     clock.now = 1000.0
     pool.sweep()
@@ -151,9 +152,9 @@ def test_completion_does_not_leak_into_the_next_lease(pool: KvPool, writer: KvWr
     for _ in range(LAYOUT.num_slots + 1):
         lease = pool.reserve("a", 1, 1)
         with pytest.raises(LeaseError, match="not computed"):
-            pool.pin(EPOCH, lease.lease_id)
+            pool.pin(EPOCH, lease.lease_id, [1], 1)
         with writer.writing(lease):
-            writer.complete(lease)
+            writer.complete(lease, [1])
         pool.release(EPOCH, [lease.lease_id])
 
 
@@ -210,8 +211,8 @@ def complete(pool: KvPool, writer: KvWriter, tokens: range) -> KvLease:
     """A pinned lease whose prompt is computed and whose full blocks are named."""
     lease = pool.reserve("r", len(tokens), 1, names_of(tokens))
     with writer.writing(lease):
-        writer.complete(lease)
-    pool.pin(EPOCH, lease.lease_id)
+        writer.complete(lease, tokens)
+    pool.pin(EPOCH, lease.lease_id, tokens, len(tokens))
     parent, size = b"", LAYOUT.block_tokens
     for i, name in enumerate(names_of(tokens)):
         pool.name_block(lease.block_ids[i], name, parent, tokens[i * size : (i + 1) * size])
@@ -299,7 +300,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_rest(
     with writer.writing(lease):
         writer.memory.pages.layers[1][lease.block_ids[2]] = 3.0
         writer.memory.hidden[lease.slot] = 5.0
-        writer.complete(lease)
+        writer.complete(lease, range(10))
     fork, copies = pool.fork(EPOCH, lease.lease_id, 10)
     writer.memory.copy(copies)
     assert fork.block_ids[:2] == lease.block_ids[:2]
@@ -307,5 +308,34 @@ def test_a_fork_shares_full_blocks_and_copies_the_rest(
     assert (writer.memory.pages.layers[1][fork.block_ids[2]] == 3.0).all()
     assert (writer.memory.hidden[fork.slot] == 5.0).all()
     for each in (lease, fork):
-        pool.finish(pool.pin(EPOCH, each.lease_id))
+        pool.finish(pool.pin(EPOCH, each.lease_id, range(10), 10))
     assert pool.num_free_blocks == 8
+
+
+def test_an_answer_to_another_prompt_is_refused(pool: KvPool, writer: KvWriter) -> None:
+    """Its blocks would be named after tokens that they are not of."""
+    pool.finish(complete(pool, writer, range(8)))
+    lease = pool.reserve("a", 10, 1, names_of(range(8)))
+    assert lease.cached_tokens == 8
+    with writer.writing(lease):
+        writer.complete(lease, range(10))
+    others = [0, 1, 2, 3, 4, 5, 6, 7, 8, 99]
+    with pytest.raises(InvalidRequestError, match="prompt_token_ids: .* Prefill was given"):
+        pool.pin(EPOCH, lease.lease_id, others, 10)
+    for num_prefilled in (None, 10):
+        with writer.writing(lease):
+            writer.complete(lease, range(20, 30))
+        with pytest.raises(InvalidRequestError, match="the lease was reserved for"):
+            pool.pin(EPOCH, lease.lease_id, range(20, 30), num_prefilled)
+    assert pool.pin(EPOCH, lease.lease_id, range(10), None) == lease
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, 13, 2**32 - 1])
+def test_a_fork_of_what_the_lease_does_not_hold_is_refused(
+    pool: KvPool, writer: KvWriter, prompt_tokens: int
+) -> None:
+    lease = pool.reserve("a", 10, 1)
+    with writer.writing(lease):
+        writer.complete(lease, range(10))
+    with pytest.raises(InvalidRequestError, match="prompt_tokens: must be 1 to 12"):
+        pool.fork(EPOCH, lease.lease_id, prompt_tokens)

@@ -11,8 +11,9 @@ from google.protobuf import descriptor_pb2
 
 from headwater.errors import InvalidRequestError
 from headwater.generation import FinishReason, SamplingParams, Timings, Token, Usage
-from headwater.kv.layout import KvKind, KvLayout
+from headwater.kv.layout import LAYOUT_VERSION, KvKind, KvLayout
 from headwater.kv.lease import KvLease
+from headwater.kv.words import lease_word
 from headwater.shm import SegmentHandle
 from headwater.v1 import generation_pb2
 from headwater.weights.tensors import DType, TensorEntry
@@ -25,10 +26,10 @@ BASELINE = Path(__file__).resolve().parents[1] / "data" / "v1_baseline.binpb"
 
 LEASE = KvLease(
     lease_id=3,
-    segment=SegmentHandle("hw.kv.1", 8192, 17, 1, b"d" * 32, 42),
+    segment=SegmentHandle("hw.kv.1", 8192, 17, LAYOUT_VERSION, b"d" * 32, 42),
     layout=KvLayout(KvKind.MLA, 2, 8, 16, 1, 576, 4, 64),
     slot=2,
-    generation=9,
+    generation=lease_word(9, 2, (5, 1), 16),
     block_ids=(5, 1),
     cached_tokens=16,
     ttl_ms=1000,
@@ -91,7 +92,8 @@ def test_lease_round_trip() -> None:
         ("block_ids", [8]),
         ("layout.num_layers", 0),
         ("layout.kind", 0),
-        ("segment.layout_version", 2),
+        ("segment.layout_version", 1),
+        ("generation", 9),
     ],
 )
 def test_a_lease_outside_its_pool_is_refused(path: str, value: int | list[int]) -> None:

@@ -2,8 +2,8 @@
 
 In this order, each part aligned to 4096 bytes:
 
-1. two 64-bit words per slot: the generation of the slot's lease, and the generation whose prompt
-   is complete;
+1. two 64-bit words per slot: the generation of the slot's lease, and which prompt is complete
+   (headwater.kv.words);
 2. one FP32 hidden state per slot, [hidden_size];
 3. per layer `num_blocks` blocks in BF16: [2 (key, value), block_tokens, num_kv_heads, head_dim]
    for GQA, [block_tokens, head_dim] for MLA.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from headwater.model.spec import ModelSpec
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 ALIGNMENT = 4096
 WORD_BYTES = 8
 WORDS_PER_SLOT = 2
@@ -102,7 +102,7 @@ class KvLayout:
         return slot * WORDS_PER_SLOT * WORD_BYTES
 
     def complete_offset(self, slot: int) -> int:
-        """Where the generation whose prompt is complete lies."""
+        """Where it says which prompt is complete."""
         return self.generation_offset(slot) + WORD_BYTES
 
     def hidden_slot_offset(self, slot: int) -> int:

@@ -18,9 +18,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headwater.errors import KvExhaustedError, LeaseError, PromptTooLongError, StaleEpochError
+from headwater.errors import (
+    InvalidRequestError,
+    KvExhaustedError,
+    LeaseError,
+    PromptTooLongError,
+    StaleEpochError,
+)
 from headwater.kv.blocks import BlockEvent, BlockTable
+from headwater.kv.hashing import block_hashes
 from headwater.kv.lease import KvLease
+from headwater.kv.words import ended_word, forked_prompt_word, lease_word, number_of, prompt_word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +45,7 @@ class _Holding:
     request_id: str
     expires_at: float
     blocks: list[int] = field(default_factory=list)
+    found_names: tuple[bytes, ...] = ()
     is_pinned: bool = False
 
 
@@ -70,7 +79,7 @@ class KvPool:
         self._free_slots = deque(range(layout.num_slots))
         self._holdings: dict[int, _Holding] = {}
         self._quarantine: list[_Holding] = []
-        self._last_generation = 0
+        self._last_number = 0
         self.cached_tokens = 0
         self.queried_tokens = 0
 
@@ -141,7 +150,7 @@ class KvPool:
             cached_tokens = len(found) * self.layout.block_tokens
             self.queried_tokens += prompt_tokens
             self.cached_tokens += cached_tokens
-            return self._lease(request_id, blocks, cached_tokens)
+            return self._lease(request_id, blocks, cached_tokens, tuple(names[: len(found)]))
 
     def renew(self, epoch: int, lease_ids: Iterable[int]) -> list[int]:
         """Extends leases; returns those that are not alive. Raises StaleEpochError."""
@@ -157,13 +166,17 @@ class KvPool:
                     holding.expires_at = self._expiry()
             return expired
 
-    def pin(self, epoch: int, lease_id: int, *, is_prefilled: bool = True) -> KvLease:
+    def pin(
+        self, epoch: int, lease_id: int, token_ids: Sequence[int], num_prefilled: int | None
+    ) -> KvLease:
         """Takes a lease for generation; it does not expire until `finish`.
 
-        With `is_prefilled` False the caller computes the prompt itself.
+        `token_ids` are all that the request has so far. Prefill computed the first `num_prefilled`
+        of them; None: the caller computes those that are not cached.
 
-        Raises StaleEpochError, or LeaseError when the lease is not alive, is pinned already or its
-        prompt is not complete.
+        Raises StaleEpochError, LeaseError when the lease is not alive, is pinned already or its
+        prompt is not complete, and InvalidRequestError when what is cached, or what prefill
+        computed, is of other tokens: whoever asks next would be given it for these.
         """
         self._check_epoch(epoch)
         with self._lock:
@@ -171,8 +184,17 @@ class KvPool:
             holding = self._alive(lease_id)
             if holding.is_pinned:
                 raise LeaseError(f"lease {lease_id}: a generation uses it already")
-            if is_prefilled:
-                self._check_complete(holding.lease)
+            if num_prefilled is not None:
+                word = self._complete_word(holding.lease)
+                if word != prompt_word(holding.lease.generation, token_ids[:num_prefilled]):
+                    raise InvalidRequestError(
+                        "prompt_token_ids", "are not the tokens that Prefill was given"
+                    )
+            cached = token_ids[: holding.lease.cached_tokens]
+            if block_hashes(cached, self.layout.block_tokens) != holding.found_names:
+                raise InvalidRequestError(
+                    "prompt_token_ids", "are not the tokens that the lease was reserved for"
+                )
             holding.is_pinned = True
             return holding.lease
 
@@ -180,13 +202,20 @@ class KvPool:
         """Another lease on the same, complete prompt.
 
         Full blocks are shared; the caller copies the rest before anybody uses the lease. Raises as
-        `pin` and `reserve` do.
+        `pin` and `reserve` do, and InvalidRequestError when its blocks hold no such prompt.
         """
         self._check_epoch(epoch)
         with self._lock:
             self._sweep()
             holding = self._alive(lease_id)
-            self._check_complete(holding.lease)
+            word = self._complete_word(holding.lease)
+            most = len(holding.blocks) * self.layout.block_tokens
+            if not holding.lease.cached_tokens < prompt_tokens <= most:
+                raise InvalidRequestError(
+                    "prompt_tokens",
+                    f"must be {holding.lease.cached_tokens + 1} to {most}, as the lease holds, got "
+                    f"{prompt_tokens}",
+                )
             shared = holding.blocks[: prompt_tokens // self.layout.block_tokens]
             if not self._free_slots:
                 raise KvExhaustedError(f"all {self.layout.num_slots} lease slots are taken")
@@ -196,9 +225,11 @@ class KvPool:
                     f"the KV pool has {self.num_free_blocks} of {self.layout.num_blocks} blocks "
                     "free, too few to fork a request; try again later or raise kv.pool_tokens"
                 )
-            lease = self._lease(holding.request_id, blocks, holding.lease.cached_tokens)
+            lease = self._lease(
+                holding.request_id, blocks, holding.lease.cached_tokens, holding.found_names
+            )
             offset = self.layout.complete_offset(lease.slot)
-            self._segment.store_u64(offset, lease.generation)
+            self._segment.store_u64(offset, forked_prompt_word(word, lease.generation))
             tail = zip(holding.blocks[len(shared) :], blocks[len(shared) :], strict=False)
             return lease, KvCopies(tuple(tail), (holding.lease.slot, lease.slot))
 
@@ -318,20 +349,29 @@ class KvPool:
             return None
         return [*found, *self._table.take(num_new)]
 
-    def _lease(self, request_id: str, blocks: list[int], cached_tokens: int) -> KvLease:
-        self._last_generation += 1
+    def _lease(
+        self,
+        request_id: str,
+        blocks: list[int],
+        cached_tokens: int,
+        found_names: tuple[bytes, ...],
+    ) -> KvLease:
+        self._last_number += 1
+        slot = self._free_slots.popleft()
         lease = KvLease(
-            lease_id=self._last_generation,
+            lease_id=self._last_number,
             segment=self._handle,
             layout=self.layout,
-            slot=self._free_slots.popleft(),
-            generation=self._last_generation,
+            slot=slot,
+            generation=lease_word(self._last_number, slot, blocks, cached_tokens),
             block_ids=tuple(blocks),
             cached_tokens=cached_tokens,
             ttl_ms=self._ttl_ms,
         )
         self._segment.store_u64(self.layout.generation_offset(lease.slot), lease.generation)
-        self._holdings[lease.lease_id] = _Holding(lease, request_id, self._expiry(), list(blocks))
+        self._holdings[lease.lease_id] = _Holding(
+            lease, request_id, self._expiry(), list(blocks), found_names
+        )
         return lease
 
     def _alive(self, lease_id: int) -> _Holding:
@@ -340,11 +380,13 @@ class KvPool:
             raise LeaseError(f"lease {lease_id}: not alive; it was released or it expired")
         return holding
 
-    def _check_complete(self, lease: KvLease) -> None:
-        if self._segment.load_u64(self.layout.complete_offset(lease.slot)) != lease.generation:
+    def _complete_word(self, lease: KvLease) -> int:
+        word = self._segment.load_u64(self.layout.complete_offset(lease.slot))
+        if number_of(word) != number_of(lease.generation):
             raise LeaseError(
                 f"lease {lease.lease_id}: its prompt is not computed; call Prefill first"
             )
+        return word
 
     def _expiry(self) -> float:
         return self._clock() + self._ttl_ms / 1000
@@ -358,8 +400,9 @@ class KvPool:
     def _end(self, holding: _Holding) -> None:
         lease = holding.lease
         del self._holdings[lease.lease_id]
-        self._last_generation += 1
-        self._segment.store_u64(self.layout.generation_offset(lease.slot), self._last_generation)
+        self._last_number += 1
+        offset = self.layout.generation_offset(lease.slot)
+        self._segment.store_u64(offset, ended_word(self._last_number))
         self._quarantine.append(holding)
 
     def _drain_quarantine(self) -> None:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from headwater.errors import LeaseError
 from headwater.kv.memory import KvMemory
+from headwater.kv.words import prompt_word
 from headwater.shm import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from headwater.kv.layout import KvLayout
     from headwater.kv.lease import KvLease
@@ -46,10 +47,10 @@ class KvWriter:
         if self._segment.load_u64(layout.generation_offset(lease.slot)) != lease.generation:
             raise LeaseError(f"lease {lease.lease_id}: it was released or it expired")
 
-    def complete(self, lease: KvLease) -> None:
+    def complete(self, lease: KvLease, token_ids: Sequence[int]) -> None:
         """Marks the prompt as computed."""
         offset = self.memory.layout.complete_offset(lease.slot)
-        self._segment.store_u64(offset, lease.generation)
+        self._segment.store_u64(offset, prompt_word(lease.generation, token_ids))
 
     def close(self) -> None:
         """Detaches."""

@@ -7,6 +7,7 @@ from headwater.kv.blocks import BlockEvent
 from headwater.kv.feed import KvEventBatch
 from headwater.kv.layout import LAYOUT_VERSION, KvKind, KvLayout
 from headwater.kv.lease import KvLease
+from headwater.kv.words import lease_word, number_of
 from headwater.shm import SegmentHandle
 from headwater.v1 import kv_pb2 as pb
 from headwater.v1 import memory_service_pb2
@@ -66,7 +67,7 @@ def kv_layout_to_pb(layout: KvLayout) -> pb.KvLayout:
 
 
 def kv_lease_from_pb(message: pb.KvLease) -> KvLease:
-    """Raises InvalidRequestError when the lease points outside its own pool."""
+    """Raises InvalidRequestError when the lease points outside its own pool, or was altered."""
     layout = kv_layout_from_pb(message.layout)
     if message.segment.layout_version != LAYOUT_VERSION:
         raise InvalidRequestError(
@@ -83,6 +84,14 @@ def kv_lease_from_pb(message: pb.KvLease) -> KvLease:
             raise InvalidRequestError(
                 f"lease.block_ids[{i}]", f"must be below {layout.num_blocks}, got {block}"
             )
+    word = lease_word(
+        number_of(message.generation), message.slot, message.block_ids, message.cached_tokens
+    )
+    if message.generation != word:
+        raise InvalidRequestError(
+            "lease.generation",
+            "is not that of slot, block_ids and cached_tokens; pass on what ReserveKv gave",
+        )
     return KvLease(
         lease_id=message.lease_id,
         segment=segment_handle_from_pb(message.segment),
