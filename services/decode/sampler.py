@@ -72,7 +72,7 @@ def sample(logits: torch.Tensor, state: SamplerState) -> Token:
     if params.temperature == 0.0:
         token_id = int(torch.argmax(scores))
     else:
-        probabilities = _filtered(scores / params.temperature, params)
+        probabilities = _filtered(_tempered(scores, params.temperature), params)
         token_id = _draw(probabilities, state)
     state.note(token_id)
     if state.grammar is not None:
@@ -90,9 +90,11 @@ def _adjusted(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
     if state.prompt_ids is not None:
         ids = torch.unique(torch.cat((state.prompt_ids, seen)))
         values = scores[ids]
-        scores[ids] = torch.where(
+        penalised = torch.where(
             values > 0, values / params.repetition_penalty, values * params.repetition_penalty
         )
+        # A tiny penalty makes logits larger than FP32 holds.
+        scores[ids] = penalised.clamp(max=torch.finfo(torch.float32).max)
     if seen.numel() and (params.presence_penalty or params.frequency_penalty):
         counts = torch.tensor(list(state.output_counts.values()), dtype=torch.float32)
         scores[seen] -= params.presence_penalty + params.frequency_penalty * counts
@@ -104,6 +106,15 @@ def _adjusted(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
     if state.grammar is not None:
         state.grammar.restrict(scores)
     return scores
+
+
+def _tempered(scores: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The scores over the temperature, up to a constant."""
+    tempered = scores / temperature
+    if torch.isposinf(tempered.max()):
+        # Of a tiny temperature; differences tell the same, and the largest is then zero.
+        return (scores - scores.max()) / temperature
+    return tempered
 
 
 def _filtered(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -174,3 +174,19 @@ def test_token_ids_must_be_in_the_vocabulary() -> None:
         SamplingParams(stop_token_ids=(VOCAB,)).check_vocabulary(VOCAB)
     with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
         SamplingParams(logit_bias={VOCAB: 1.0}).check_vocabulary(VOCAB)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.4e-45),
+        SamplingParams(temperature=1.0, repetition_penalty=1.4e-45),
+        SamplingParams(temperature=1.4e-45, repetition_penalty=1.4e-45, logprobs=2),
+    ],
+)
+def test_tiny_temperatures_and_penalties_stay_in_the_vocabulary(params: SamplingParams) -> None:
+    """What overflows FP32 must not become a token that does not exist."""
+    state = SamplerState.create(params, [3], ())
+    token = sample(torch.tensor([0.5, -1.0, 2.0, 1.0]), state)
+    likely = 3 if params.repetition_penalty != 1.0 else 2
+    assert token.id == likely
