@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import math
 import time
 from contextlib import aclosing
 from importlib.metadata import version
@@ -22,7 +23,12 @@ from headwater.services.router.prefix_cache import PrefixCache
 from headwater.services.router.requests import RouterRequest, TextPrompt, TokenPrompt
 from headwater.services.router.servicer import deadline_of, objective_class_of
 from headwater.services.router.tokenizer_archive import TokenizerArchive
-from headwater.wire.vllm import chunk_to_vllm, complete_to_vllm, sampling_from_vllm
+from headwater.wire.vllm import (
+    chunk_to_vllm,
+    complete_to_vllm,
+    in_vllm_terms,
+    sampling_from_vllm,
+)
 from headwater.wire.vllm_kv import KvEventWriter
 
 if TYPE_CHECKING:
@@ -31,6 +37,9 @@ if TYPE_CHECKING:
     from headwater.rpc.interceptor import Context
     from headwater.rpc.link import Link
     from headwater.services.router.core import RouterCore
+
+# Leaves as many numbers as there will ever be batches.
+_MAX_START_SEQUENCE_NUMBER = (1 << 63) - 1
 
 
 class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -52,10 +61,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Chunks if asked for, then the whole answer."""
         self._last_receive_unix_seconds = time.time()
-        asked = _request_from_vllm(request, objective_class_of(context))
         num_prompt_tokens = len(request.tokenized.input_ids)
-        answers: list[list[Token]] = [[] for _ in range(asked.n)]
+        answers: list[list[Token]] = []
         try:
+            asked = _request_from_vllm(request, objective_class_of(context))
+            answers += [[] for _ in range(asked.n)]
             async with aclosing(self._core.generate(asked, deadline_of(context))) as events:
                 async for event in events:
                     tokens = answers[event.index]
@@ -72,6 +82,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                             matched_stop=event.matched_stop,
                             stop_token_id=event.stop_token_id,
                         )
+        except InvalidRequestError as error:
+            raise in_vllm_terms(error) from error
         except CancelledError:
             # By Abort; the caller still listens, and this is how the protocol tells it.
             for index, tokens in enumerate(answers):
@@ -158,6 +170,12 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
         """What decode's prefix cache holds, then each change, whatever becomes of decode."""
+        if request.start_sequence_number > _MAX_START_SEQUENCE_NUMBER:
+            raise InvalidRequestError(
+                "start_sequence_number",
+                f"must be at most {_MAX_START_SEQUENCE_NUMBER}, got "
+                f"{request.start_sequence_number}: numbers after it would not fit 64 bits",
+            )
         # The gateway takes a stream without headers for a worker that hangs.
         await context.send_initial_metadata(())
         writer = KvEventWriter(request.start_sequence_number)
@@ -189,6 +207,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
         """Empties the prefix cache; what requests under way hold, after they end, if in time."""
+        if not math.isfinite(request.timeout_s):
+            raise InvalidRequestError("timeout_s", f"must be finite, got {request.timeout_s}")
         flushed, remaining = await self._prefix_cache.flush(request.timeout_s)
         message = f"{flushed} blocks flushed"
         if remaining:

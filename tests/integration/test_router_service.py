@@ -331,9 +331,9 @@ async def test_vllm_text_and_zero_scalars_mean_the_defaults(rig: Rig) -> None:
         ({"structural_tag": "{}"}, "sampling_params.structural_tag: structural tags"),
         ({"prompt_logprobs": 1}, "sampling_params.prompt_logprobs"),
         ({"truncate_prompt_tokens": 5}, "sampling_params.truncate_prompt_tokens"),
-        ({"logprobs": -1}, "sampling.logprobs: must be between 0 and 20"),
-        ({"top_p": 1.5}, "sampling.top_p: must be in"),
-        ({"logit_bias": {-1: 1.0}}, "sampling.logit_bias: token id -1"),
+        ({"logprobs": -1}, "sampling_params.logprobs: must be between 0 and 20"),
+        ({"top_p": 1.5}, "sampling_params.top_p: must be in"),
+        ({"logit_bias": {-1: 1.0}}, "sampling_params.logit_bias: token id -1"),
     ],
 )
 async def test_vllm_refuses_what_is_not_offered(

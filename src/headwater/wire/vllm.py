@@ -25,6 +25,23 @@ _FINISH_NAMES = {
     FinishReason.CANCELLED: "abort",
 }
 
+# Fields of a request as headwater.v1 names them, and as this protocol does.
+_FIELD_NAMES = {
+    "n": "sampling_params.n",
+    "prompt": "input",
+    "sampling": "sampling_params",
+    "token_ids.ids": "tokenized.input_ids",
+}
+
+
+def in_vllm_terms(error: InvalidRequestError) -> InvalidRequestError:
+    """The same error, with the field as this protocol calls it."""
+    for ours, theirs in _FIELD_NAMES.items():
+        rest = error.field.removeprefix(ours)
+        if rest != error.field and (not rest or rest[0] in ".["):
+            return type(error)(theirs + rest, error.problem)
+    return error
+
 
 def sampling_from_vllm(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidRequestError for a value out of range and for what is not offered yet."""
