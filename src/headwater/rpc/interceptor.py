@@ -12,10 +12,10 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from headwater.errors import HeadwaterError, InternalError, InvalidRequestError
+from headwater.errors import HeadwaterError, InternalError
+from headwater.rpc.parsing import Malformed, forgiving, guarded
 from headwater.telemetry.tracing import failed, server_span
 from headwater.wire.status import code_of, status_of
 
@@ -35,7 +35,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class ErrorAndTraceInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each of our own methods; health and reflection pass through untouched."""
+    """Wraps each of our own methods; of health and reflection only what they cannot answer."""
 
     def __init__(self, calls: RunningCalls, max_message_bytes: int) -> None:
         self._calls = calls
@@ -49,50 +49,23 @@ class ErrorAndTraceInterceptor(grpc.aio.ServerInterceptor):
         """Returns the handler of the method, wrapped."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith("/grpc."):
+        if handler is None:
             return handler
+        if method.startswith("/grpc."):
+            return guarded(method, handler, self._max_message_bytes)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 _wrap_unary(method, handler.unary_unary, self._calls),
-                request_deserializer=_forgiving(
+                request_deserializer=forgiving(
                     handler.request_deserializer, self._max_message_bytes
                 ),
                 response_serializer=handler.response_serializer,
             )
         return grpc.unary_stream_rpc_method_handler(
             _wrap_stream(method, handler.unary_stream, self._calls),
-            request_deserializer=_forgiving(handler.request_deserializer, self._max_message_bytes),
+            request_deserializer=forgiving(handler.request_deserializer, self._max_message_bytes),
             response_serializer=handler.response_serializer,
         )
-
-
-class _Malformed:
-    """Stands for a request that is not parsed, so that the handler can say so."""
-
-    def __init__(self, problem: str) -> None:
-        self._problem = problem
-
-    def error(self) -> InvalidRequestError:
-        return InvalidRequestError("request", self._problem)
-
-
-def _forgiving(deserialize: Callable[[bytes], Any], max_bytes: int) -> Callable[[bytes], Any]:
-    """Without it gRPC answers bytes that are no message, or no UTF-8, with UNKNOWN.
-
-    gRPC's own limit names no setting, and lies higher.
-    """
-
-    def parse(data: bytes) -> Any:
-        if len(data) > max_bytes:
-            return _Malformed(
-                f"has {len(data)} bytes, and limits.message_bytes allows {max_bytes}; send less"
-            )
-        try:
-            return deserialize(data)
-        except DecodeError as error:
-            return _Malformed(f"is not a valid message: {error}")
-
-    return parse
 
 
 def _wrap_unary(
@@ -102,7 +75,7 @@ def _wrap_unary(
         with server_span(method, context.invocation_metadata()) as span:
             try:
                 with calls.one():
-                    if isinstance(request, _Malformed):
+                    if isinstance(request, Malformed):
                         raise request.error()
                     return await behavior(request, context)
             except asyncio.CancelledError as gone:
@@ -123,7 +96,7 @@ def _wrap_stream(
         with server_span(method, context.invocation_metadata()) as span:
             try:
                 with calls.one():
-                    if isinstance(request, _Malformed):
+                    if isinstance(request, Malformed):
                         raise request.error()
                     async with aclosing(behavior(request, context)) as responses:
                         async for response in responses:
