@@ -29,7 +29,7 @@ from headwater.v1 import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from tests.integration.stack import Stack
 
@@ -44,6 +44,7 @@ SETTINGS = (
 NUM_CALLERS = 16
 _VOCAB = 256
 _EMPTY_SECONDS = 30.0
+_FIELDS = ("private_kib", "file_descriptors", "threads")
 # Reasons that are no fault of the stack's, by what was asked for.
 _OVERLOAD = frozenset({"QUEUE_FULL", "KV_EXHAUSTED", "RESOURCE", "OVERLOADED"})
 _REFUSALS = frozenset({"INVALID_REQUEST", "PROMPT_TOO_LONG"})
@@ -67,6 +68,18 @@ class Footprint:
             file_descriptors=len(list(Path(f"/proc/{pid}/fd").iterdir())),
             threads=int(fields["Threads"][0]),
         )
+
+
+def growth(history: Sequence[Footprint]) -> dict[str, float]:
+    """What a process holds at the end over what it held at first; medians of a third each.
+
+    The first third of all rounds is warming up and does not count.
+    """
+    third = max(1, len(history) // 3)
+    early, late = history[third : 2 * third] or history[:1], history[-third:]
+    first = {field: statistics.median(getattr(f, field) for f in early) for field in _FIELDS}
+    last = {field: statistics.median(getattr(f, field) for f in late) for field in _FIELDS}
+    return {field: last[field] - first[field] for field in _FIELDS}
 
 
 class Soak:
@@ -94,16 +107,8 @@ class Soak:
             )
 
     def growth(self, name: str) -> dict[str, float]:
-        """What a process holds at the end over what it held at first; medians of a third each.
-
-        The first third of all rounds is warming up and does not count.
-        """
-        history = [each[name] for each in self.footprints]
-        third = max(1, len(history) // 3)
-        early, late = history[third : 2 * third] or history[:1], history[-third:]
-        first = {field: statistics.median(getattr(f, field) for f in early) for field in _FIELDS}
-        last = {field: statistics.median(getattr(f, field) for f in late) for field in _FIELDS}
-        return {field: last[field] - first[field] for field in _FIELDS}
+        """What a process holds at the end over what it held at first."""
+        return growth([each[name] for each in self.footprints])
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -247,6 +252,3 @@ class Soak:
             stub = memory_service_pb2_grpc.MemoryServiceStub(channel)
             await stub.FlushKv(memory_service_pb2.FlushKvRequest())
         return "done"
-
-
-_FIELDS = ("private_kib", "file_descriptors", "threads")
