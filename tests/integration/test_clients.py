@@ -65,6 +65,8 @@ class Program:
             stderr=subprocess.PIPE,
             env={**os.environ, **self.environ},
             text=True,
+            # Whoever runs the tests in the background of a shell has it ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, address: str, *options: str, is_chat: bool = False) -> tuple[int, str, str]:
