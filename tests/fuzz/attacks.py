@@ -13,6 +13,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from headwater.kv.hashing import block_hashes
 from headwater.v1 import (
     decode_service_pb2,
     memory_service_pb2,
@@ -21,7 +22,14 @@ from headwater.v1 import (
 )
 from tests.fuzz import http2
 from tests.fuzz.messages import mutate_bytes, mutate_fields, random_message
-from tests.fuzz.targets import UNOFFERED, Method, all_methods, good_message, names_a_field
+from tests.fuzz.targets import (
+    SHARED_PROMPTS,
+    UNOFFERED,
+    Method,
+    all_methods,
+    good_message,
+    names_a_field,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +40,8 @@ if TYPE_CHECKING:
 # gRPC's own limit for a message (rpc/server.py), and one more byte.
 _TOO_LARGE = 16 * 1024 * 1024 + 1
 _MAX_MESSAGES_READ = 40
+# Of the stack's pool.
+_BLOCK_TOKENS = 16
 _FAIR = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -77,19 +87,30 @@ class Attacker:
         return await self._call(method, data)
 
     async def lease(self) -> str:
-        """A lease that is alive, with wrong uses of it at both engines."""
+        """A lease that is alive, with wrong uses of it at both engines.
+
+        One of them is to compute, or to go on, another prompt than it was reserved for.
+        """
         memory = memory_service_pb2_grpc.MemoryServiceStub(self.channels["decode"])
         num_tokens = self.draw.randrange(1, 100)
-        asked = memory_service_pb2.ReserveKvRequest(prompt_tokens=num_tokens, max_new_tokens=4)
+        token_ids = self._shared_prompt(num_tokens)
+        asked = memory_service_pb2.ReserveKvRequest(
+            prompt_tokens=num_tokens,
+            max_new_tokens=4,
+            block_hashes=block_hashes(token_ids, _BLOCK_TOKENS),
+        )
         try:
             lease = (await memory.ReserveKv(asked, timeout=10)).lease
         except grpc.aio.AioRpcError as failure:
             return str(failure.code().name)
-        token_ids = [self.draw.randrange(256) for _ in range(num_tokens)]
+        if self.draw.random() < 0.2:
+            token_ids = self._shared_prompt(num_tokens)
         compute = prefill_service_pb2.PrefillRequest(token_ids=token_ids, lease=lease)
         if self.draw.random() < 0.7:
             mutate_fields(self.draw, compute)
         await self._send(_PREFILL, compute)
+        if self.draw.random() < 0.2:
+            token_ids = self._shared_prompt(num_tokens)
         generate = decode_service_pb2.DecodeServiceGenerateRequest(
             lease_id=lease.lease_id,
             epoch=lease.segment.epoch,
@@ -160,6 +181,9 @@ class Attacker:
         script = self.draw.choice(http2.scripts(self.draw, method.path, data))
         how = await http2.play(self.addresses[method.process], script)
         return f"{script.name}: {how}"
+
+    def _shared_prompt(self, num_tokens: int) -> tuple[int, ...]:
+        return self.draw.choice(SHARED_PROMPTS)[:num_tokens]
 
     async def _send(self, method: Method, message: Message) -> str:
         return await self._call(method, message.SerializeToString(), sent=message)

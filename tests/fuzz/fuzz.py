@@ -1,8 +1,8 @@
 """Rounds of attacks on a live stack, and whether it is the same after each of them.
 
 After a round nothing may be held (no lease, no block, no request), every process must live, have
-logged no failure of its own, and the good request must have the answer that it had at first; during
-it good requests go along. What processes hold of the machine is noted, for whoever looks at growth.
+logged no failure of its own, and good requests must have the answers that they had at first; during
+it they go along. What processes hold of the machine is noted, for whoever looks at growth.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import itertools
 import random
 import time
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from headwater.v1 import (
     router_service_pb2_grpc,
 )
 from tests.fuzz.attacks import Attacker
-from tests.fuzz.targets import GOOD_TOKENS, good_generate
+from tests.fuzz.targets import GOOD_TOKENS, good_requests
 from tests.fuzz.trickle import trickling
 from tests.integration.soak import Footprint, growth
 
@@ -48,6 +49,7 @@ _WEIGHTS = {
     "unknown": 3,
     "connection": 25,
 }
+_REQUESTS = good_requests()
 # Good requests may find the stack full, but nothing else.
 _BUSY = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED})
 
@@ -59,7 +61,7 @@ class Fuzz:
         self._stack = stack
         self._seed = seed
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._good: tuple[int, ...] = ()
+        self._good: tuple[tuple[int, ...], ...] = ()
         self._num_read: dict[str, int] = {}
         self.outcomes: collections.Counter[tuple[str, str]] = collections.Counter()
         self.footprints: list[dict[str, Footprint]] = []
@@ -71,8 +73,8 @@ class Fuzz:
             for name, address in self._stack.addresses.items():
                 channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
                 self._channels[name] = await exit_stack.enter_async_context(channel)
-            self._good = await self._ask(self._channels["router"])
-            assert len(self._good) == GOOD_TOKENS
+            self._good = await self._ask_all(self._channels["router"])
+            assert {len(answer) for answer in self._good} == {GOOD_TOKENS}
             end = time.monotonic() + seconds
             number = 0
             while time.monotonic() < end:
@@ -102,13 +104,13 @@ class Fuzz:
                 group.create_task(self._attack_until(end, f"{self._seed}/{number}/{worker}"))
             group.create_task(self._ask_until(end))
         await self._until_empty()
-        answer = await self._ask(self._channels["router"])
-        assert answer == self._good, f"round {number}: {answer} is not {self._good}"
+        answers = await self._ask_all(self._channels["router"])
+        assert answers == self._good, f"round {number}: {answers} are not {self._good}"
         async with (
             trickling(self._stack.addresses["router"]) as address,
             grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as slow,
         ):
-            assert await self._ask(slow) == self._good
+            assert await self._ask(slow, _REQUESTS[0]) == self._good[0]
         await self._until_empty()
         for name, process in self._stack.processes.items():
             assert process.poll() is None, f"{name} died\n{self._stack.log(name)[-5000:]}"
@@ -141,23 +143,30 @@ class Fuzz:
             self.complaints.append(about)
 
     async def _ask_until(self, end: float) -> None:
-        """The good request, again and again, beside the attacks."""
-        while time.monotonic() < end:
+        """The good requests, again and again, beside the attacks."""
+        for request, good in itertools.cycle(zip(_REQUESTS, self._good, strict=True)):
+            if time.monotonic() > end:
+                return
             try:
-                answer = await self._ask(self._channels["router"])
+                answer = await self._ask(self._channels["router"], request)
             except grpc.aio.AioRpcError as failure:
                 self.outcomes["good", failure.code().name] += 1
                 if failure.code() not in _BUSY:
                     self._complain(f"the good request: {failure.code()} {failure.details()}")
                 continue
             self.outcomes["good", "OK"] += 1
-            if answer != self._good:
-                self._complain(f"the good request: {answer} instead of {self._good}")
+            if answer != good:
+                self._complain(f"the good request: {answer} instead of {good}")
 
-    async def _ask(self, channel: grpc.aio.Channel) -> tuple[int, ...]:
-        """The tokens of the good request's answer."""
+    async def _ask_all(self, channel: grpc.aio.Channel) -> tuple[tuple[int, ...], ...]:
+        return tuple([await self._ask(channel, request) for request in _REQUESTS])
+
+    async def _ask(
+        self, channel: grpc.aio.Channel, request: router_service_pb2.GenerateRequest
+    ) -> tuple[int, ...]:
+        """The tokens of a good request's answer."""
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
-        call = stub.Generate(good_generate(), timeout=_HUNG_SECONDS)
+        call = stub.Generate(request, timeout=_HUNG_SECONDS)
         return tuple([token.token_id async for event in call for token in event.tokens])
 
     async def _until_empty(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 GOOD_PROMPT = "Once more unto the breach, dear friends"
 GOOD_TOKENS = 12
+# Prompts that good requests and attacks on leases share, and with them blocks of the prefix cache.
+SHARED_PROMPTS = tuple(tuple(random.Random(seed).choices(range(256), k=100)) for seed in range(3))
 # What they name is not offered, and they say so.
 UNOFFERED = frozenset({"Embed", "StartProfile", "StopProfile", "List"})
 
@@ -69,8 +72,18 @@ def all_methods() -> tuple[Method, ...]:
     )
 
 
+def good_requests() -> tuple[router_service_pb2.GenerateRequest, ...]:
+    """Requests whose answers are the same each time."""
+    requests = [good_generate()]
+    for prompt in SHARED_PROMPTS:
+        request = good_generate()
+        request.token_ids.ids.extend(prompt)
+        requests.append(request)
+    return tuple(requests)
+
+
 def good_generate() -> router_service_pb2.GenerateRequest:
-    """A request whose answer is the same each time."""
+    """The first of them."""
     request = router_service_pb2.GenerateRequest(text=GOOD_PROMPT)
     request.sampling.temperature = 0.0
     request.sampling.max_tokens = GOOD_TOKENS
