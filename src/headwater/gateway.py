@@ -58,7 +58,7 @@ def gateway_command(
     protection = protection or Protection()
     protection.check(listen)
     return [
-        *(python, *protection.program()),
+        *(python, "-m", "headwater.gateway_process"),
         *("--host", host, "--port", port),
         # Left out, these would listen on every interface.
         *("--prometheus-host", metrics_host, "--prometheus-port", metrics_port),

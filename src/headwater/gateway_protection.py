@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from headwater.config import GatewayConfig, LimitsConfig, TlsConfig
 from headwater.errors import ConfigError
+from headwater.gateway_process import API_KEY_FILE
 from headwater.rpc.secret_file import read_secret
 from headwater.rpc.tls import check_listen, pair_context
 
@@ -51,18 +52,14 @@ class Protection:
             read_secret("gateway.api_key_file", self.gateway.api_key_file)
 
     def options(self) -> tuple[str, ...]:
-        """Options of SMG; none of them is secret."""
+        """Options of headwater.gateway_process; none of them is secret."""
         chosen = ["--max-payload-size", str(self.limits.message_bytes)]
         if self.gateway.tls_cert:
             chosen += ["--tls-cert-path", _path(self.gateway.tls_cert)]
             chosen += ["--tls-key-path", _path(self.gateway.tls_key)]
-        return tuple(chosen)
-
-    def program(self) -> tuple[str, ...]:
-        """What Python runs; with a key, SMG by way of headwater.keyed_gateway."""
         if self.gateway.api_key_file:
-            return ("-m", "headwater.keyed_gateway", _path(self.gateway.api_key_file))
-        return ("-m", "smg", "launch")
+            chosen += [API_KEY_FILE, _path(self.gateway.api_key_file)]
+        return tuple(chosen)
 
 
 def _path(name: str) -> str:

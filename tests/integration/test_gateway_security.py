@@ -31,6 +31,7 @@ from tests.integration.stack import free_port
 
 MODEL_DIR = Path(__file__).parents[1] / "data" / "text_model"
 ANSWER = " Paris."
+PROMPT = "The capital of France is"
 KEY = "correct-horse-battery-staple"
 UNAUTHORIZED = 401
 CONTENT_TOO_LARGE = 413
@@ -41,12 +42,10 @@ class Edge:
     """A running gateway, and what a caller needs to know of it."""
 
     url: str
-    ca: Path
     log: Path
     pid: int
 
-    def client(self, key: str, ca: Path | None = None) -> openai.AsyncOpenAI:
-        context = ssl.create_default_context(cafile=ca or self.ca)
+    def client(self, key: str, context: ssl.SSLContext) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
             base_url=f"{self.url}/v1",
             api_key=key,
@@ -55,19 +54,12 @@ class Edge:
         )
 
 
-@pytest.fixture
-async def edge(tmp_path: Path) -> AsyncIterator[Edge]:
-    inner, outer = Authority(tmp_path, "inner"), Authority(tmp_path, "outer")
-    link = Link(inner.issue("stack"))
-    public = outer.issue("public")
-    key_file = tmp_path / "api.key"
-    key_file.touch(mode=0o600)
-    key_file.write_text(f"{KEY}\n")
+@contextlib.asynccontextmanager
+async def edge(tmp_path: Path, protection: Protection) -> AsyncIterator[Edge]:
+    """A gateway with it, in front of a router that wants TLS of everybody else."""
+    link = Link(Authority(tmp_path, "inner").issue("stack"))
     tokenizer = Tokenizer.load(MODEL_DIR)
     decode = FakeDecode(script=[*tokenizer.encode(ANSWER, add_special_tokens=False), EOS_TOKEN_ID])
-    protection = Protection(
-        gateway=GatewayConfig(tls_cert=public.cert, tls_key=public.key, api_key_file=str(key_file)),
-    )
     async with contextlib.AsyncExitStack() as exits:
         prefill_engine = await exits.enter_async_context(serving_prefill(FakePrefill(), link=link))
         decode_engine = await exits.enter_async_context(serving_decode(decode, link=link))
@@ -88,40 +80,67 @@ async def edge(tmp_path: Path) -> AsyncIterator[Edge]:
         exits.push_async_callback(server.stop, 0)
         exits.callback(router.drain)
         router.start()
-        port = free_port()
+        listen = f"127.0.0.1:{free_port()}"
+        port = int(listen.rpartition(":")[2])
         process = await exits.enter_async_context(
             gateway(port, plain_port, tmp_path, protection=protection)
         )
-        await until_ready(f"127.0.0.1:{port}", process, public.cert)
-        yield Edge(f"https://127.0.0.1:{port}", outer.path, tmp_path / "gateway.log", process.pid)
+        tls_cert = protection.gateway.tls_cert
+        await until_ready(listen, process, tls_cert)
+        url = f"http{'s' if tls_cert else ''}://{listen}"
+        yield Edge(url, tmp_path / "gateway.log", process.pid)
 
 
-async def test_who_is_let_in(edge: Edge, tmp_path: Path) -> None:
-    prompt = "The capital of France is"
-    async with edge.client(KEY) as client:
-        reply = await client.completions.create(model="tiny", prompt=prompt)
+async def test_without_a_key_everybody_may_ask_and_nobody_administrate(tmp_path: Path) -> None:
+    async with (
+        edge(tmp_path, Protection()) as found,
+        openai.AsyncOpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as client,
+        openai.DefaultAsyncHttpxClient() as http,
+    ):
+        reply = await client.completions.create(model="tiny", prompt=PROMPT)
         assert reply.choices[0].text == ANSWER
-    async with edge.client("wrong") as client:
-        with pytest.raises(openai.AuthenticationError):
-            await client.completions.create(model="tiny", prompt=prompt)
-    async with edge.client(KEY, ca=Authority(tmp_path, "stranger").path) as client:
-        with pytest.raises(openai.APIConnectionError):
-            await client.models.list()
-    # Whoever adds a router, or empties a cache, needs the key as well.
-    context = ssl.create_default_context(cafile=edge.ca)
-    async with openai.DefaultAsyncHttpxClient(verify=context) as http:
-        for path in ("/workers", "/get_loads"):
-            assert (await http.get(edge.url + path)).status_code == UNAUTHORIZED
-        for path in ("/workers", "/flush_cache", "/v1/chat/completions"):
-            found = await http.post(edge.url + path, json={"url": "grpc://127.0.0.1:1"})
-            assert found.status_code == UNAUTHORIZED
-        # The name of the model is no secret to SMG.
-        assert (await http.get(f"{edge.url}/v1/models")).is_success
-    assert await status_of_large_request(edge, context) == CONTENT_TOO_LARGE
-    # `ps` shows neither the key nor does the log.
-    command_line = Path(f"/proc/{edge.pid}/cmdline").read_bytes()
-    assert KEY.encode() not in command_line
-    assert KEY not in edge.log.read_text(errors="replace")
+        for path in ("/workers", "/flush_cache"):
+            answer = await http.post(found.url + path, json={"url": "grpc://127.0.0.1:1"})
+            assert answer.status_code == UNAUTHORIZED
+
+
+async def test_who_is_let_in(tmp_path: Path) -> None:
+    outer = Authority(tmp_path, "outer")
+    public = outer.issue("public")
+    key_file = tmp_path / "api.key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(f"{KEY}\n")
+    protection = Protection(
+        gateway=GatewayConfig(tls_cert=public.cert, tls_key=public.key, api_key_file=str(key_file))
+    )
+    context = ssl.create_default_context(cafile=outer.path)
+    stranger = ssl.create_default_context(cafile=Authority(tmp_path, "stranger").path)
+    async with edge(tmp_path, protection) as found:
+        async with found.client(KEY, context) as client:
+            reply = await client.completions.create(model="tiny", prompt=PROMPT)
+            assert reply.choices[0].text == ANSWER
+        async with found.client("wrong", context) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.completions.create(model="tiny", prompt=PROMPT)
+        async with found.client(KEY, stranger) as client:
+            with pytest.raises(openai.APIConnectionError):
+                await client.models.list()
+        # Nobody adds a router or empties a cache, not even with the key.
+        async with openai.DefaultAsyncHttpxClient(verify=context) as http:
+            for key in ("", f"Bearer {KEY}"):
+                http.headers["Authorization"] = key
+                for path in ("/workers", "/get_loads"):
+                    assert (await http.get(found.url + path)).status_code == UNAUTHORIZED
+                for path in ("/workers", "/flush_cache"):
+                    answer = await http.post(found.url + path, json={"url": "grpc://127.0.0.1:1"})
+                    assert answer.status_code == UNAUTHORIZED
+            # The name of the model is no secret to SMG.
+            http.headers["Authorization"] = ""
+            assert (await http.get(f"{found.url}/v1/models")).is_success
+        assert await status_of_large_request(found, context) == CONTENT_TOO_LARGE
+        # `ps` does not show the key, nor does the log.
+        assert KEY.encode() not in Path(f"/proc/{found.pid}/cmdline").read_bytes()
+        assert KEY not in found.log.read_text(errors="replace")
 
 
 async def status_of_large_request(edge: Edge, context: ssl.SSLContext) -> int:

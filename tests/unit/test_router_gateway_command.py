@@ -39,7 +39,7 @@ def _value(command: list[str], option: str) -> str:
 
 def test_everything_listens_where_it_is_told() -> None:
     command = _command(metrics_listen="[::1]:29001")
-    assert command[:4] == ["python3", "-m", "smg", "launch"]
+    assert command[:3] == ["python3", "-m", "headwater.gateway_process"]
     assert _value(command, "--host") == "127.0.0.1"
     assert _value(command, "--port") == "8000"
     assert _value(command, "--prometheus-host") == "::1"
@@ -117,7 +117,7 @@ def test_a_key_is_on_no_command_line(tmp_path: Path) -> None:
         _command(protection=protection)
     file.chmod(0o600)
     command = _command(protection=protection)
-    assert command[:4] == ["python3", "-m", "headwater.keyed_gateway", str(file)]
+    assert _value(command, "--api-key-file") == str(file)
     assert not any("secret" in argument for argument in command)
     file.write_text("")
     with pytest.raises(ConfigError, match=r"api\.key is empty"):
