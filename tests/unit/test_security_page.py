@@ -95,3 +95,9 @@ def test_the_containers_with_tls_find_each_other() -> None:
     assert routers.partition(":")[2] == configs["router"].router.plain_listen.rpartition(":")[2]
     router = configs["router"]
     check_listen("plain_listen", router.router.plain_listen, router.tls, is_encrypted=False)
+
+
+def test_a_connection_is_refused_calls_before_it_has_to_wait() -> None:
+    # One connection carries all calls of a router, its lease renewals and health checks too.
+    limits = LimitsConfig()
+    assert limits.streams_per_connection >= 2 * limits.concurrent_calls

@@ -261,7 +261,11 @@ class LimitsConfig:
         4096, "calls under way at once; more are refused", low=1, high=1_000_000
     )
     streams_per_connection: int = setting(
-        1024, "calls under way at once on one connection; more wait", low=1, high=1_000_000
+        8192,
+        "calls under way at once on one connection; more wait, lease renewals and health checks "
+        "among them: keep it above concurrent_calls",
+        low=1,
+        high=1_000_000,
     )
     metadata_bytes: int = setting(
         16 * 1024, "bytes of a call's metadata (headers)", low=1024, high=1024 * 1024
