@@ -13,11 +13,10 @@ from contextlib import aclosing
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from headwater.errors import CancelledError, InvalidRequestError
+from headwater.errors import CancelledError, InvalidRequestError, NotOfferedError
 from headwater.generation import FinishReason, Token, Usage
 from headwater.services.router.prefix_cache import PrefixCache
 from headwater.services.router.requests import RouterRequest, TextPrompt, TokenPrompt
@@ -198,10 +197,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Not offered."""
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED,
-            "Embed: this server generates text and makes no embeddings",
-        )
+        raise NotOfferedError("Embed: this server generates text and makes no embeddings")
 
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
@@ -219,19 +215,13 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.StartProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
         """Not offered."""
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED,
-            "StartProfile: there is no profiler; use OpenTelemetry traces",
-        )
+        raise NotOfferedError("StartProfile: there is no profiler; use OpenTelemetry traces")
 
     async def StopProfile(
         self, request: common_pb2.StopProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
         """Not offered."""
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED,
-            "StopProfile: there is no profiler; use OpenTelemetry traces",
-        )
+        raise NotOfferedError("StopProfile: there is no profiler; use OpenTelemetry traces")
 
 
 def _request_from_vllm(request: pb.GenerateRequest, objective_class: str) -> RouterRequest:

@@ -16,6 +16,7 @@
     │   ├── KvExhaustedError        ... in the KV pool
     │   ├── QueueFullError          ... in the router's queue
     │   └── OverloadedError         ... to be served in the time that its class promises
+    ├── NotOfferedError             a method of a protocol that this server has no use for
     ├── UnavailableError            a peer is down, loading or stopping
     ├── DeadlineError               the caller's deadline passed
     ├── CancelledError              the caller cancelled
@@ -35,6 +36,7 @@ StatusName = Literal[
     "ALREADY_EXISTS",
     "ABORTED",
     "RESOURCE_EXHAUSTED",
+    "UNIMPLEMENTED",
     "UNAVAILABLE",
     "DEADLINE_EXCEEDED",
     "CANCELLED",
@@ -143,6 +145,12 @@ class QueueFullError(ResourceError):
 
 class OverloadedError(ResourceError):
     """The request would wait longer for its first token than its class of objectives allows."""
+
+
+class NotOfferedError(HeadwaterError):
+    """The method is a part of its protocol, but this server does not offer it."""
+
+    status: ClassVar[StatusName] = "UNIMPLEMENTED"
 
 
 class UnavailableError(HeadwaterError):

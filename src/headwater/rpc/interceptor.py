@@ -12,12 +12,12 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
-from grpc_status import rpc_status
 
 from headwater.errors import HeadwaterError, InternalError
+from headwater.rpc.ending import end_with
 from headwater.rpc.parsing import Malformed, forgiving, guarded
 from headwater.telemetry.tracing import failed, server_span
-from headwater.wire.status import code_of, status_of
+from headwater.wire.status import code_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -114,26 +114,15 @@ async def _abort(method: str, context: Context, failure: Exception, span: Span) 
     if isinstance(failure, grpc.aio.AbortError):
         failed(span, failure, _number_of(context.code()))
         raise failure
+    if isinstance(failure, grpc.aio.InternalError):
+        # What cannot be sent has no receiver any more.
+        failed(span, failure, _CANCELLED)
+        raise asyncio.CancelledError
     if not isinstance(failure, HeadwaterError):
         logger.error("%s failed", method, exc_info=failure)
         failure = InternalError(f"{method} failed by a fault of ours: {failure!r}; see the log")
     failed(span, failure, code_of(failure).value[0])
-    if not _has_left(context):
-        try:
-            await context.abort_with_status(rpc_status.to_status(status_of(failure)))
-        except grpc.aio.InternalError:
-            logger.debug("%s: the caller left while its status was sent", method)
-    # To return would have gRPC send a status of its own, to nobody.
-    raise asyncio.CancelledError
-
-
-def _has_left(context: Context) -> bool:
-    """Whether the call has ended for its caller.
-
-    A status that can be sent no more would cost its memory for good; see headwater.rpc.streams.
-    """
-    left = context.time_remaining()
-    return context.cancelled() or (left is not None and left <= 0)
+    await end_with(method, context, failure)
 
 
 def _number_of(code: grpc.StatusCode | int) -> int:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_status import rpc_status
 
-from headwater.errors import InvalidRequestError
-from headwater.wire.status import status_of
+from headwater.errors import InvalidRequestError, NotOfferedError
+from headwater.rpc.ending import end_with
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -52,15 +51,15 @@ def guarded(method: str, handler: Any, max_bytes: int) -> Any:
     """
 
     async def unary(request: Any, context: Any) -> Any:
-        await _refuse_malformed(request, context)
+        await _refuse_malformed(method, request, context)
         try:
             return await (handler.unary_unary or handler.unary_stream)(request, context)
         except NotImplementedError:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not offered")
+            await end_with(method, context, NotOfferedError(f"{method} is not offered"))
 
     async def checked(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for request in requests:
-            await _refuse_malformed(request, context)
+            await _refuse_malformed(method, request, context)
             yield request
 
     async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -80,6 +79,6 @@ def guarded(method: str, handler: Any, max_bytes: int) -> Any:
     )
 
 
-async def _refuse_malformed(request: Any, context: Any) -> None:
+async def _refuse_malformed(method: str, request: Any, context: Any) -> None:
     if isinstance(request, Malformed):
-        await context.abort_with_status(rpc_status.to_status(status_of(request.error())))
+        await end_with(method, context, request.error())
