@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from headwater.cli import stack
 from headwater.cli.pulse import Pulse
 from headwater.config import load_config
+from headwater.errors import ConfigError
 from headwater.rpc.link import Link
 from headwater.telemetry.logs import configure_logging
 from headwater.telemetry.metrics import observe
@@ -91,7 +92,7 @@ class Supervisor:
                 )
                 self._write_record()
             elif now >= self._restarts[name].next_start:
-                self._start(name, process)
+                self._start(name, process, now)
 
     def observe(self) -> None:
         """Exports restarts, and who runs."""
@@ -117,11 +118,17 @@ class Supervisor:
             pulse.num_unanswered = 0
             process.kill()
 
-    def _start(self, name: str, process: ManagedProcess) -> None:
+    def _start(self, name: str, process: ManagedProcess, now: float) -> None:
+        try:
+            command = stack.command_of(name, self._config, self._config_path)
+        except ConfigError as error:
+            # A certificate has expired since; whoever replaces it need not start anything.
+            logger.error("%s cannot be started again: %s", name, error)
+            self._restarts[name].died(now)
+            return
         # Not while `headwater up` starts what is missing.
         with stack.only_one(self._config):
             if process.pid() is None:
-                command = stack.command_of(name, self._config, self._config_path)
                 process.start(command, stack.environment_of(name, self._config))
                 self._restarts[name].count += 1
                 logger.info(
