@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from headwater.cli.bench_output import machine
+from headwater.cli.bench_output import command_line, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 # Before any measurement binds the caller to one of them.
@@ -23,7 +23,7 @@ def write_result(path: str | None, figures: object) -> None:
     origin = {
         "machine": machine() | {"cores": _CORES},
         "commit": _commit(),
-        "command": " ".join(["python", _script(), *sys.argv[1:]]),
+        "command": command_line(f"python {_script()}", sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
     }
     Path(path).write_text(json.dumps(origin | {"figures": figures}, indent=2) + "\n")
