@@ -15,20 +15,14 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headwater.errors import (
-    InvalidRequestError,
-    KvExhaustedError,
-    LeaseError,
-    PromptTooLongError,
-    StaleEpochError,
-)
+from headwater.errors import KvExhaustedError, LeaseError, PromptTooLongError, StaleEpochError
 from headwater.kv.blocks import BlockEvent, BlockTable
-from headwater.kv.hashing import block_hashes
+from headwater.kv.holding import Holding
 from headwater.kv.lease import KvLease
-from headwater.kv.words import ended_word, forked_prompt_word, lease_word, number_of, prompt_word
+from headwater.kv.words import ended_word, forked_prompt_word, lease_word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -37,16 +31,6 @@ if TYPE_CHECKING:
     from headwater.shm import Segment
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Holding:
-    lease: KvLease
-    request_id: str
-    expires_at: float
-    blocks: list[int] = field(default_factory=list)
-    found_names: tuple[bytes, ...] = ()
-    is_pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +61,8 @@ class KvPool:
         self._table = BlockTable(layout.num_blocks, self._tell)
         self._listeners: list[Callable[[BlockEvent], None]] = []
         self._free_slots = deque(range(layout.num_slots))
-        self._holdings: dict[int, _Holding] = {}
-        self._quarantine: list[_Holding] = []
+        self._holdings: dict[int, Holding] = {}
+        self._quarantine: list[Holding] = []
         self._last_number = 0
         self.cached_tokens = 0
         self.queried_tokens = 0
@@ -186,15 +170,8 @@ class KvPool:
                 raise LeaseError(f"lease {lease_id}: a generation uses it already")
             if num_prefilled is not None:
                 word = self._complete_word(holding.lease)
-                if word != prompt_word(holding.lease.generation, token_ids[:num_prefilled]):
-                    raise InvalidRequestError(
-                        "prompt_token_ids", "are not the tokens that Prefill was given"
-                    )
-            cached = token_ids[: holding.lease.cached_tokens]
-            if block_hashes(cached, self.layout.block_tokens) != holding.found_names:
-                raise InvalidRequestError(
-                    "prompt_token_ids", "are not the tokens that the lease was reserved for"
-                )
+                holding.check_computed(word, token_ids[:num_prefilled])
+            holding.check_reserved_for(token_ids)
             holding.is_pinned = True
             return holding.lease
 
@@ -209,13 +186,8 @@ class KvPool:
             self._sweep()
             holding = self._alive(lease_id)
             word = self._complete_word(holding.lease)
-            most = len(holding.blocks) * self.layout.block_tokens
-            if not holding.lease.cached_tokens < prompt_tokens <= most:
-                raise InvalidRequestError(
-                    "prompt_tokens",
-                    f"must be {holding.lease.cached_tokens + 1} to {most}, as the lease holds, got "
-                    f"{prompt_tokens}",
-                )
+            holding.check_complete(word)
+            holding.check_holds(prompt_tokens)
             shared = holding.blocks[: prompt_tokens // self.layout.block_tokens]
             if not self._free_slots:
                 raise KvExhaustedError(f"all {self.layout.num_slots} lease slots are taken")
@@ -369,24 +341,19 @@ class KvPool:
             ttl_ms=self._ttl_ms,
         )
         self._segment.store_u64(self.layout.generation_offset(lease.slot), lease.generation)
-        self._holdings[lease.lease_id] = _Holding(
+        self._holdings[lease.lease_id] = Holding(
             lease, request_id, self._expiry(), list(blocks), found_names
         )
         return lease
 
-    def _alive(self, lease_id: int) -> _Holding:
+    def _alive(self, lease_id: int) -> Holding:
         holding = self._holdings.get(lease_id)
         if holding is None:
             raise LeaseError(f"lease {lease_id}: not alive; it was released or it expired")
         return holding
 
     def _complete_word(self, lease: KvLease) -> int:
-        word = self._segment.load_u64(self.layout.complete_offset(lease.slot))
-        if number_of(word) != number_of(lease.generation):
-            raise LeaseError(
-                f"lease {lease.lease_id}: its prompt is not computed; call Prefill first"
-            )
-        return word
+        return self._segment.load_u64(self.layout.complete_offset(lease.slot))
 
     def _expiry(self) -> float:
         return self._clock() + self._ttl_ms / 1000
@@ -397,7 +364,7 @@ class KvPool:
                 f"epoch {epoch}: the KV pool is now of epoch {self.epoch}; older leases are gone"
             )
 
-    def _end(self, holding: _Holding) -> None:
+    def _end(self, holding: Holding) -> None:
         lease = holding.lease
         del self._holdings[lease.lease_id]
         self._last_number += 1
