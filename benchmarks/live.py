@@ -24,10 +24,17 @@ def default_model() -> Path:
 
 @contextlib.contextmanager
 def live_stack(
-    checkpoint: Path, folder: Path, *settings: str, cpus: Mapping[str, str] | None = None
+    checkpoint: Path,
+    folder: Path,
+    *settings: str,
+    cpus: Mapping[str, str] | None = None,
+    name: str = "one",
 ) -> Iterator[Stack]:
-    """A running stack with its logs in `folder`; all cores are its to use, or those in `cpus`."""
-    prefix = f"hwbench-{os.getpid()}"
+    """A running stack with its logs in `folder`; all cores are its to use, or those in `cpus`.
+
+    Stacks that run at once need a `name` each.
+    """
+    prefix = f"hwbench-{name}-{os.getpid()}"
     cores = len(os.sched_getaffinity(0))
     threads = (f"decode.threads={cores}", f"prefill.threads={cores}", "router.prompt_path=auto")
     stack = Stack(checkpoint, prefix, folder, [*threads, *settings], cpus)

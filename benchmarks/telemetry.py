@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from benchmarks.live import default_model
+from benchmarks.live import default_model, live_stack
 from benchmarks.record import write_result
 
 from headwater.client import Client
 from headwater.generation import SamplingParams
-from headwater.shm import reap
 from tests.integration.stack import Stack, free_port
 
 if TYPE_CHECKING:
@@ -75,22 +74,6 @@ def receiver(received: Received) -> Iterator[str]:
         server.stop(0)
 
 
-@contextmanager
-def stack(name: str, checkpoint: Path, folder: Path, *settings: str) -> Iterator[Stack]:
-    """A running stack of its own prefix."""
-    prefix = f"hwbench-{name}-{os.getpid()}"
-    cores = len(os.sched_getaffinity(0))
-    folder.mkdir()
-    threads = (f"decode.threads={cores}", f"prefill.threads={cores}", "router.prompt_path=auto")
-    made = Stack(checkpoint, prefix, folder, [*threads, *settings])
-    try:
-        made.start()
-        yield made
-    finally:
-        made.stop()
-        reap(f"{prefix}.", release_weights=True)
-
-
 async def tokens_per_second(address: str, streams: int, round_number: int) -> float:
     """Of `streams` requests at once."""
     sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
@@ -126,7 +109,6 @@ def measure_half(
     checkpoint: Path, rounds: int, streams: int, folder: Path, received: Received, first: str
 ) -> Half:
     """One start of both stacks, `first` first."""
-    folder.mkdir()
     with ExitStack() as stays:
         endpoint = stays.enter_context(receiver(received))
         traced = (
@@ -134,11 +116,12 @@ def measure_half(
             f"telemetry.prometheus_listen=127.0.0.1:{free_port()}",
         )
         settings = {"off": (), "on": traced}
-        names = [first, *(settings.keys() - {first})]
-        stacks = {
-            name: stays.enter_context(stack(name, checkpoint, folder / name, *settings[name]))
-            for name in names
-        }
+        stacks = {}
+        for name in (first, *(settings.keys() - {first})):
+            (folder / name).mkdir(parents=True)
+            stacks[name] = stays.enter_context(
+                live_stack(checkpoint, folder / name, *settings[name], name=name)
+            )
         for made in stacks.values():
             asyncio.run(tokens_per_second(made.addresses["router"], streams, 0))
         before = _cpu(stacks)
