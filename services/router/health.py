@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headwater.rpc.streams import received
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,11 +53,9 @@ class HealthWatch:
 
     async def _follow(self) -> None:
         call = self._stub.Watch(self._request, wait_for_ready=True)
-        try:
-            async for reply in call:
+        async with aclosing(received(call)) as replies:
+            async for reply in replies:
                 self._set(is_serving=reply.status == health_pb2.HealthCheckResponse.SERVING)
-        finally:
-            call.cancel()
 
     def _set(self, *, is_serving: bool) -> None:
         if is_serving == self.is_serving:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import grpc
 
 from headwater.kv.feed import KvEventBatch
 from headwater.rpc.channel import open_channel
+from headwater.rpc.streams import received
 from headwater.v1 import memory_service_pb2 as pb
 from headwater.v1 import memory_service_pb2_grpc
 from headwater.wire.kv import kv_events_from_pb
@@ -49,13 +51,12 @@ class PrefixCache:
             while True:
                 call = service.WatchKvEvents(pb.WatchKvEventsRequest(), wait_for_ready=True)
                 try:
-                    async for message in call:
-                        block_tokens = message.block_tokens
-                        yield block_tokens, kv_events_from_pb(message)
+                    async with aclosing(received(call)) as messages:
+                        async for message in messages:
+                            block_tokens = message.block_tokens
+                            yield block_tokens, kv_events_from_pb(message)
                 except grpc.aio.AioRpcError as failure:
                     logger.info("the prefix cache cannot be followed: %s", failure.details())
-                finally:
-                    call.cancel()
                 if block_tokens:
                     yield block_tokens, KvEventBatch(True, ())
                 await asyncio.sleep(_RETRY_SECONDS)
