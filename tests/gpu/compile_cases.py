@@ -1,7 +1,7 @@
-"""Compiles every Triton kernel for real cards, at DeepSeek-V3's sizes, without having one.
+"""Compiles every Triton kernel for real cards, and starts it on a fake one, without having any.
 
-Run by test_kernels.py in a process of its own, as the launch of kernels is replaced by their
-compilation. Prints a line per variant: card, kernel, bytes of shared memory.
+At DeepSeek-V3's sizes. Run by test_kernels.py in a process of its own, that finds no compiler of C.
+Prints a line per variant: card, kernel, bytes of shared memory.
 """
 
 # mypy: disable-error-code="import-untyped,import-not-found"
@@ -10,55 +10,59 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime import jit
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver, jit
 
 from headwater.gpu.kernels import activations, combine, decode_steps, few_rows, grouped, handover
 from headwater.gpu.kernels.experts import ExpertStack, Rows, Tiles
 from headwater.gpu.kernels.table import HEIGHTS
 from headwater.gpu.mailbox import Lane
 from headwater.model.layer_spec import MlaSpec, MoeFfnSpec, RopeSpec
+from tests.gpu.fake_cuda import FakeDriver
 
 HIDDEN, INTERMEDIATE, EXPERTS = 7168, 2048, 6
 FP8_CAPABILITY = 89
-META = torch.device("meta")
+_RUN = jit.JITFunction.run
 _capability = 0
-_seen: set[str] = set()
+_driver: FakeDriver
+_seen: set[object] = set()
 
 
-def _compile(kernel: Any, *arguments: Any, grid: object, warmup: bool, **options: Any) -> None:
-    """Stands in for JITFunction.run: what it would compile for these arguments."""
-    chosen = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+def _compare(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """What the card was given last must be what the kernel was called with."""
     names = [parameter.name for parameter in kernel.params]
     values = dict(zip(names, arguments, strict=False)) | options
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], object] = {}
-    attributes: dict[tuple[int], object] = {}
-    for index, parameter in enumerate(kernel.params):
+    expected = []
+    for parameter in kernel.params:
         value = values[parameter.name]
         is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
         if parameter.is_constexpr or value is None or is_one:
-            signature[parameter.name], constants[index,] = "constexpr", value
-        else:
-            signature[parameter.name] = jit.mangle_type(value)
-            is_aligned = not isinstance(value, int) or value % 16 == 0
-            if is_aligned and not parameter.do_not_specialize:
-                attributes[index,] = [["tt.divisibility", 16]]
-    key = f"{_capability} {kernel.fn.__name__} {signature} {constants} {chosen}"
-    if key in _seen:
-        return
-    _seen.add(key)
-    target = GPUTarget("cuda", _capability, 32)
-    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target, chosen)
-    print(f"{_capability} {kernel.fn.__name__} {compiled.metadata.shared}", flush=True)
+            continue
+        if isinstance(value, Tensor):
+            value = value.data_ptr() + _driver.cuda.HOST_OFFSET
+        expected.append(pytest.approx(value) if isinstance(value, float) else value)
+    # And no scratch memory.
+    name, found = _driver.cuda.launches[-1]
+    assert (name, list(found)) == (kernel.fn.__name__, [*expected, 0, 0])
+
+
+def _run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """Stands in for JITFunction.run, which it calls."""
+    num_before = len(_driver.cuda.launches)
+    compiled = _RUN(kernel, *arguments, grid=grid, warmup=warmup, **options)
+    assert len(_driver.cuda.launches) == num_before + 1
+    _compare(kernel, arguments, options)
+    if compiled.hash not in _seen:
+        _seen.add(compiled.hash)
+        print(f"{_capability} {kernel.fn.__name__} {compiled.metadata.shared}", flush=True)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=META)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _stacks() -> dict[str, ExpertStack]:
@@ -129,9 +133,17 @@ def _compile_others() -> None:
             few_rows.few_rows_pieces(x[:count], values, _empty(12, HIDDEN // 128))
 
 
+def _refuse(src: str, name: str, **_: object) -> None:
+    raise AssertionError(f"Triton would compile {name}, of {len(src)} bytes of C")
+
+
 if __name__ == "__main__":
-    jit.JITFunction.run = _compile
+    nvidia.compile_module_from_src = _refuse
+    jit.JITFunction.run = _run
     for _capability in map(int, sys.argv[1:]):
+        _driver = FakeDriver(_capability)
+        driver.set_active(_driver)
+        knobs.runtime.kernel_load_start_hook.add(_driver.expect)
         major_minor = divmod(_capability, 10)
         grouped.capability_of = lambda _, found=major_minor: found  # type: ignore[attr-defined,misc]
         _compile_products()

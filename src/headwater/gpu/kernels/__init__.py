@@ -1,10 +1,12 @@
 """Kernels of the routed experts, on the device of their tensors.
 
 Owns the choice: Triton on a GPU, plain torch (reference.py) elsewhere. Both have the same face.
+Whoever imports it starts Triton's kernels without a C compiler.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 from headwater.gpu.kernels import reference
@@ -13,6 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headwater.gpu.kernels.experts import ExpertStack, Rows, Tiles
+
+if importlib.util.find_spec("triton") is not None:
+    from headwater.gpu.kernels.triton_driver import use_driver
+
+    use_driver()
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
