@@ -168,6 +168,19 @@ def test_images_have_the_same_names_everywhere() -> None:
     assert named <= composed.keys()
 
 
+def test_images_install_nothing_but_python() -> None:
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    found = re.findall(r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM|\Z)", dockerfile, re.M | re.S)
+    stages = {name: (base, text) for base, name, text in found}
+    for image in ("router", "gateway", "engine-cpu", "engine-gpu"):
+        packages, stage = [], image
+        while stage in stages:
+            stage, text = stages[stage]
+            packages += re.findall(r"apt-get install -y --no-install-recommends ([^\\\n]+)", text)
+            assert "pip install" not in text
+        assert [each.strip() for each in packages] == ["python3"], image
+
+
 def test_the_nodes_containers_share_memory_and_settings() -> None:
     spec = pod_of("DaemonSet/headwater-node")["spec"]
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
