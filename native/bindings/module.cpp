@@ -172,7 +172,8 @@ void bind_segment(py::module_& m) {
         .def("store_u64", &Segment::store_u64, py::arg("offset"), py::arg("value"))
         .def("try_lock_slot", &Segment::try_lock_slot, py::arg("slot"))
         .def("unlock_slot", &Segment::unlock_slot, py::arg("slot"))
-        .def("is_slot_locked", &Segment::is_slot_locked, py::arg("slot"));
+        .def("is_slot_locked", &Segment::is_slot_locked, py::arg("slot"))
+        .def("fileno", [](const Segment& s) { return s.mapping()->file().fd(); });
 }
 
 void bind_registry(py::module_& m) {

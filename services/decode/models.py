@@ -59,12 +59,13 @@ def _hybrid(
     max_context: int,
 ) -> Model:
     # CUDA and Triton are only imported where they are wanted.
-    from headwater.gpu.device import find_gpu
+    from headwater.gpu.device import device_for_decode, devices_for_prefill, find_gpu
     from headwater.gpu.hybrid_session import start_hybrid
 
-    gpu = find_gpu(config.device, config.decode_vram_gib, purpose="decode")
+    gpu = find_gpu(device_for_decode(config), config.decode_vram_gib, purpose="decode")
     available = gpu.available_bytes
-    if not config.decode_vram_gib and config.prefill != "off":
+    is_shared = config.prefill != "off" and str(gpu.device) in devices_for_prefill(config)
+    if not config.decode_vram_gib and is_shared:
         available = int(available * _SHARE_BESIDE_PREFILL)
     return start_hybrid(
         on_cpu,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from headwater.errors import HeadwaterError, InvalidRequestError
 from headwater.generation import TokenEvent, check_request_id, check_token_id
+from headwater.gpu.hybrid_model import HybridModel
 from headwater.kernels import isa
 from headwater.rpc.bridge import EventBridge
 from headwater.services.decode.sampler import SamplerState
@@ -114,6 +115,10 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         status.dram_bytes = int(self.engine.reading.total)
         status.dram_bytes_per_second = self.engine.reading.per_second()
         status.dram_limit_bytes_per_second = self.read_limit
+        model = memory.model
+        status.uses_gpu = isinstance(model, HybridModel) and model.is_on_device
+        status.steps = self.engine.reading.num_pieces
+        status.busy_seconds = self.engine.reading.busy_seconds
         return status
 
     def _checked_sampling(self, request: pb.DecodeServiceGenerateRequest) -> SamplingParams:

@@ -91,6 +91,13 @@ class Attachment:
                 raise InvalidRequestError("lease.layout", "is not the layout of the lease's pool")
             return self.model, self._writer
 
+    async def decode_status(self) -> decode_service_pb2.GetDecodeStatusResponse:
+        """What decode says of itself. Raises AioRpcError when it does not."""
+        status: decode_service_pb2.GetDecodeStatusResponse = await self._decode_service.GetStatus(
+            decode_service_pb2.GetDecodeStatusRequest(), metadata=outgoing_metadata()
+        )
+        return status
+
     async def close(self) -> None:
         """Detaches all."""
         await self._channel.close()
@@ -102,9 +109,7 @@ class Attachment:
 
     async def _attach_pool(self, epoch: int) -> None:
         try:
-            status = await self._decode_service.GetStatus(
-                decode_service_pb2.GetDecodeStatusRequest(), metadata=outgoing_metadata()
-            )
+            status = await self.decode_status()
             if status.kv_pool.epoch != epoch:
                 raise StaleEpochError(
                     f"epoch {epoch}: the KV pool is now of epoch {status.kv_pool.epoch}; older "
@@ -123,6 +128,7 @@ class Attachment:
         if self._writer is not None:
             self._writer.close()
         self._writer = writer
+        self._models.use_pool(writer)
         logger.info("attached the KV pool %s", writer.handle.name)
 
     async def _fetch_weights(self) -> None:

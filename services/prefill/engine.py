@@ -7,6 +7,7 @@ in the lease's slot. It never samples, and it knows nothing of gRPC.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.calibration import PROMPT_SIZES, calibrate
-from headwater.costs import CostMeter, PassCosts
 from headwater.errors import (
     CancelledError,
     HeadwaterError,
@@ -28,11 +28,13 @@ from headwater.errors import (
 from headwater.services.prefill.job import PrefillDone
 from headwater.services.prefill.pack import Pack
 from headwater.services.prefill.scheduler import PrefillScheduler
+from headwater.services.prefill.ways import PassWays
 from headwater.telemetry.rate import BusyRate, RateMeter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from headwater.costs import PassCosts
     from headwater.model.interface import Model
     from headwater.services.prefill.job import PrefillJob
     from headwater.services.prefill.scheduler import Share
@@ -43,8 +45,8 @@ logger = logging.getLogger(__name__)
 class PrefillEngine:
     """`submit` may be called from any thread; a job is cancelled by setting its event.
 
-    `streamed_bytes` tells how much a GPU was given so far; `streaming` holds that against the time
-    of the passes.
+    `ways` says on how many GPUs a pass is computed, and what passes take. `streamed_bytes` tells
+    how much GPUs were given so far; `streaming` holds that against the time of the passes.
     """
 
     def __init__(
@@ -52,16 +54,17 @@ class PrefillEngine:
         *,
         chunk_tokens: int,
         max_waiting: int,
+        ways: PassWays | None = None,
         streamed_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._max_waiting = max_waiting
         self._scheduler = PrefillScheduler(chunk_tokens)
-        self._meter = CostMeter(chunk_tokens)
+        self.ways = ways or PassWays(chunk_tokens)
         self._inbox: queue.SimpleQueue[PrefillJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="prefill-engine", daemon=True)
         self._lock = threading.Lock()
         self._is_stopping = False
-        self._to_calibrate: Model | None = None
+        self._to_calibrate: dict[int, Model] = {}
         self._streamed_bytes = streamed_bytes
         self.streaming = BusyRate()
         self.num_pending_tokens = 0
@@ -80,21 +83,16 @@ class PrefillEngine:
 
     @property
     def costs(self) -> PassCosts:
-        """What passes take."""
-        return self._meter.costs
-
-    def use_passes_of(self, num_tokens: int) -> None:
-        """Passes take up to so many tokens from now on: what the model has memory for."""
-        self._scheduler.pass_tokens = num_tokens
-        self._meter.max_tokens_per_pass = num_tokens
+        """What passes take, as things are now."""
+        return self.ways.costs
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
-    def calibrate(self, model: Model) -> None:
-        """Measures `model`, unless there is real work to measure it by."""
-        self._to_calibrate = model
+    def calibrate(self, models: Mapping[int, Model]) -> None:
+        """Measures the model of each way, unless there is real work to measure it by."""
+        self._to_calibrate = dict(models)
         self._inbox.put(None)
 
     def submit(self, job: PrefillJob) -> None:
@@ -135,8 +133,10 @@ class PrefillEngine:
         self._receive()
         for job in list(self._scheduler.jobs):
             self._end_if_over(job)
-        if shares := self._scheduler.plan():
-            self._pass(shares)
+        if self._scheduler.jobs:
+            self.ways.choose(sum(job.num_pending for job in self._scheduler.jobs))
+            self._scheduler.pass_tokens = self.ways.pass_tokens
+            self._pass(self._scheduler.plan())
 
     def _receive(self) -> None:
         """Takes new jobs; sleeps while there is nothing to do."""
@@ -146,9 +146,11 @@ class PrefillEngine:
             must_wait = False
             if job is not None:
                 self._scheduler.add(job)
-        if self._to_calibrate is not None and not self._scheduler.jobs:
-            model, self._to_calibrate = self._to_calibrate, None
-            calibrate(model, PROMPT_SIZES, self._meter.observe, self._has_work)
+        if self._to_calibrate and not self._scheduler.jobs:
+            models, self._to_calibrate = self._to_calibrate, {}
+            for way, model in models.items():
+                observe = functools.partial(self.ways.observe_made_up, way)
+                calibrate(model, PROMPT_SIZES, observe, self._has_work)
 
     def _has_work(self) -> bool:
         return self._is_stopping or not self._inbox.empty()
@@ -180,11 +182,12 @@ class PrefillEngine:
             self._end_all(shares, InternalError(f"prefill failed by a fault of ours: {failure!r}"))
             return
         if len(pack.shares) == len(shares):
-            self._meter.observe(pack.num_tokens, seconds)
+            self.ways.observe(pack.num_tokens, seconds)
 
     def _commit(self, pack: Pack, seconds: float) -> None:
         """Notes what a pass of `seconds` computed, and ends the jobs that are done."""
         self.num_passes += 1
+        self.ways.count()
         self.computed.add(pack.num_tokens)
         self.streaming.reached(self._streamed_bytes(), seconds)
         for share in pack.shares:

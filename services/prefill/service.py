@@ -9,9 +9,11 @@ from headwater.kernels.start import start_workers
 from headwater.rpc.link import Link
 from headwater.rpc.server import Registration, Server, stop_signal
 from headwater.services.prefill.attachment import Attachment
+from headwater.services.prefill.decode_watch import DecodeWatch
 from headwater.services.prefill.engine import PrefillEngine
 from headwater.services.prefill.models import PromptModels
 from headwater.services.prefill.servicer import PrefillServicer
+from headwater.services.prefill.ways import PassWays
 from headwater.telemetry.metrics import observe
 from headwater.v1 import prefill_service_pb2_grpc
 
@@ -24,11 +26,14 @@ async def run(config: Config) -> None:
     stop = stop_signal()
     link = Link.of(config)
     workers = start_workers(config.prefill.threads)
-    models = PromptModels(config.gpu, workers)
+    ways = PassWays(config.prefill.chunk_tokens)
+    models = PromptModels(config, workers, ways)
     attachment = Attachment(config.prefill.decode_address, models, link)
+    watch = DecodeWatch(attachment, ways, models, config.gpu.copy_share)
     engine = PrefillEngine(
         chunk_tokens=config.prefill.chunk_tokens,
         max_waiting=config.prefill.max_waiting,
+        ways=ways,
         streamed_bytes=lambda: models.streamed_bytes,
     )
     server = Server(
@@ -51,6 +56,9 @@ async def run(config: Config) -> None:
             "headwater.prefill.pending_tokens": lambda: engine.num_pending_tokens,
             "headwater.prefill.computed_tokens": lambda: engine.computed.total,
             "headwater.prefill.passes": lambda: engine.num_passes,
+            "headwater.prefill.shared_passes": lambda: ways.num_shared,
+            "headwater.prefill.gpus": lambda: models.num_gpus,
+            "headwater.prefill.lost_ranks": lambda: models.num_lost,
             "headwater.prefill.busy_time": lambda: engine.streaming.busy_seconds,
             "headwater.h2d.copied": lambda: engine.streaming.total,
             "headwater.h2d.rate": engine.streaming.per_second,
@@ -59,18 +67,21 @@ async def run(config: Config) -> None:
     )
     attaching = asyncio.create_task(attachment.attach_weights())
     stopping = asyncio.create_task(stop.wait())
+    watching: asyncio.Task[None] | None = None
     try:
         await asyncio.wait((attaching, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             await attaching
             assert attachment.model is not None, "the weights are attached"
-            if models.max_tokens is not None:
-                engine.use_passes_of(models.max_tokens)
-            engine.calibrate(attachment.model)
+            engine.calibrate(models.measurable)
+            if models.num_gpus:
+                watching = asyncio.create_task(watch.watch_forever())
             await server.set_ready(True)
             await stopping
     finally:
         attaching.cancel()
+        if watching is not None:
+            watching.cancel()
         await server.stop(config.prefill.grace_seconds)
         engine.stop()
         await attachment.close()

@@ -90,7 +90,12 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
             h2d_bytes=int(self._engine.streaming.total),
             h2d_bytes_per_second=self._engine.streaming.per_second(),
             ring_occupancy=self._models.ring_occupancy,
+            gpus=self._models.num_gpus,
+            lost_ranks=self._models.num_lost,
         )
+        ways = self._engine.ways
+        for way, costs in ways.all_costs.items() if len(ways.passes) > 1 else ():
+            status.ways.add(gpus=way, costs=pass_costs_to_pb(costs), passes=ways.passes[way])
         if self._attachment.store is not None:
             status.weights.CopyFrom(segment_handle_to_pb(self._attachment.store.handle))
         return status

@@ -307,6 +307,13 @@ class Segment:
         """Gives a writer lock back. Raises SegmentError when this object does not hold it."""
         self._native.unlock_slot(slot)
 
+    def fileno(self) -> int:
+        """The file descriptor that all locks of this object hang on.
+
+        Whoever is given a duplicate of it keeps them held, until both are closed.
+        """
+        return self._native.fileno()
+
     def is_slot_locked(self, slot: int) -> bool:
         """Whether anybody, this object included, holds the writer lock of a slot."""
         return self._native.is_slot_locked(slot)

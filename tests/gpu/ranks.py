@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 
 from headwater.gpu import precision
 from headwater.gpu.exchange import Exchange
 from headwater.gpu.layout import lay_out
 from headwater.gpu.memory_plan import MemoryPlan
+from headwater.gpu.peers import Peers
 from headwater.gpu.prefill_model import StreamedModel
 from headwater.gpu.streams import HostQueues
 from headwater.kv.pages import KvPages
@@ -22,8 +21,6 @@ from headwater.model.spec import ModelSpec
 from headwater.shm import Segment
 from headwater.weights.store import WeightsStore
 from tests.gpu.models import BLOCK_TOKENS, pages_of
-
-SECONDS = 200
 
 
 def compute_in_fp32() -> None:
@@ -52,13 +49,8 @@ def run_rank(
     The last rank ends without a word before case number `dies_at`; the others then note the error.
     """
     compute_in_fp32()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting-{world_size}-{dies_at}",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=SECONDS),
-    )
+    meeting = folder / f"meeting-{world_size}-{dies_at}"
+    peers = Peers.meet(meeting, rank, world_size, "gloo")
     spec = ModelSpec.load(model_dir)
     store = WeightsStore.from_segment(Segment.attach(segment))
     layout = lay_out(spec, store, rank=rank, world_size=world_size, group_bytes=1 << 20)
@@ -66,7 +58,7 @@ def run_rank(
     results: list[Any] = []
     with torch.inference_mode():
         model = StreamedModel(
-            spec, store, layout, plan, HostQueues(), quantize_from=1 << 30, exchange=Exchange()
+            spec, store, layout, plan, HostQueues(), quantize_from=1 << 30, exchange=Exchange(peers)
         )
         for number, case in enumerate(cases):
             if number == dies_at and rank == world_size - 1:
@@ -80,6 +72,6 @@ def run_rank(
                 break
             results.append((hidden, pages.layers))
     if len(results) == len(cases) and not isinstance(results[-1], str):
-        dist.barrier()  # what a peer still has to read goes with the process
+        peers.barrier()  # what a peer still has to read goes with the process
     torch.save(results, folder / f"rank-{world_size}-{rank}-{dies_at}")
     os._exit(0)  # gloo's threads may wait for a rank that is gone

@@ -31,7 +31,7 @@ def rig(tiny_model: Path, shm_prefix: str) -> Iterator[Rig]:
         spec, rig.store, layout, MemoryPlan(2, 2, 64, 0, 0), HostQueues(), quantize_from=1 << 30
     )
     rig.model = GatedModel(model)  # type: ignore[arg-type]
-    rig.engine.use_passes_of(64)
+    rig.engine.ways.offer({1: 64})
     yield rig
     rig.close()
 

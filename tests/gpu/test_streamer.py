@@ -6,8 +6,9 @@ missing wait shows as wrong bytes, whatever a real device's timing would have hi
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InternalError, ResourceError
-from headwater.gpu.ring import Ring
+from headwater.gpu.ring import Ring, ring_memory
 from headwater.gpu.streamer import Streamer, StreamItem
 from headwater.gpu.streams import HostQueues, Mark
 
@@ -32,7 +33,7 @@ class _Mark:
 
 @dataclass
 class _Queue:
-    work: list[Callable[[], None] | _Mark] = field(default_factory=list)
+    work: list[Callable[[], object] | _Mark] = field(default_factory=list)
     """What to do in order; a mark in it that is not reached holds the queue back."""
 
 
@@ -45,11 +46,9 @@ class DeferredQueues:
         self._copies, self._computation = _Queue(), _Queue()
         self._choose = random.Random(seed)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        def step() -> None:
-            target.copy_(source)
-
-        self._copies.work.append(step)
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], share: float) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self._copies.work.append(functools.partial(target.copy_, source))
 
     def compute(self, step: Callable[[], None]) -> None:
         self._computation.work.append(step)
@@ -116,7 +115,10 @@ class _Work:
 
     def rings(self, dense_slots: int, expert_slots: int) -> list[Ring]:
         counts = [sum(item.ring == ring for item in self.items) for ring in (0, 1)]
-        return [Ring(counts[0], dense_slots, 256, CPU), Ring(counts[1], expert_slots, 1024, CPU)]
+        return [
+            Ring(counts[0], 256, ring_memory(dense_slots, 256, CPU)),
+            Ring(counts[1], 1024, ring_memory(expert_slots, 1024, CPU)),
+        ]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -218,7 +220,7 @@ class _Ranges:
 def test_host_memory_is_waited_for_only_when_it_is_needed_now() -> None:
     items = [StreamItem(i, (torch.full((8,), i, dtype=torch.uint8),), 0, i // 2) for i in range(6)]
     ranges = _Ranges()
-    streamer = Streamer(items, [Ring(6, 4, 8, CPU)], HostQueues(), ranges)
+    streamer = Streamer(items, [Ring(6, 8, ring_memory(4, 8, CPU))], HostQueues(), ranges)
     streamer.prefetch()
     assert ranges.waited == []
     assert streamer.copied_bytes == 0
@@ -233,5 +235,5 @@ def test_no_room_for_a_ring_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> No
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "empty", refuse)
-    with pytest.raises(ResourceError, match=r"cpu: no room for 2 ring slots of 256 bytes; lower"):
-        Ring(5, 2, 100, CPU)
+    with pytest.raises(ResourceError, match=r"cpu: no room for 2 ring slots of 100 bytes; lower"):
+        ring_memory(2, 100, CPU)

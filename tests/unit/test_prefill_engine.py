@@ -318,13 +318,13 @@ def test_too_many_waiting_are_refused_and_stopping_ends_all(rig: Rig) -> None:
 def test_calibration_measures_and_gives_way(rig: Rig) -> None:
     rig.engine.start()
     rig.model.hold()
-    rig.engine.calibrate(cast("Model", rig.model))
+    rig.engine.calibrate({1: cast("Model", rig.model)})
     rig.model.wait_for(0, 1)
     request = rig.ask(PROMPTS[1])
     rig.model.allow()
     assert isinstance(request.end(), PrefillDone)
     measured = rig.engine.costs.measured_passes
-    rig.engine.calibrate(cast("Model", rig.model))
+    rig.engine.calibrate({1: cast("Model", rig.model)})
     while rig.engine.costs.measured_passes == measured:
         pass
     assert rig.engine.costs.seconds(64) > 0.0

@@ -3,7 +3,7 @@
 The section and field names are the keys of the TOML file; see headwater.config.sources for where
 values come from. A field's metadata holds `help` and, for checks, `low`, `high`, `choices` or
 `kind` ("address": host:port; "optional_address": that, or empty; "objectives": see
-headwater.objectives).
+headwater.objectives; "devices": see headwater.config.devices).
 
 docs/security.md says how `tls` and `limits` are used.
 """
@@ -114,7 +114,28 @@ class GpuConfig:
         "is one that will do, on or not at all, or off",
         choices=("auto", "on", "off"),
     )
-    device: int = setting(0, "number of the CUDA device", low=0, high=63)
+    device: int = setting(0, "number of the first CUDA device", low=0, high=63)
+    prefill_devices: str = setting(
+        "auto",
+        "devices that compute each prompt together, such as `cuda:0, cuda:1`, each streaming a "
+        "part of the weights; the first goes on alone while decode needs another; auto: gpu.device "
+        "and all GPUs after it that this process sees; `cpu, cpu` tries it without any",
+        kind="devices",
+    )
+    decode_device: int = setting(
+        -1,
+        "number of the CUDA device that decode uses; -1: the last of gpu.prefill_devices, where it "
+        "disturbs sweeps least",
+        low=-1,
+        high=63,
+    )
+    copy_share: float = setting(
+        1.0,
+        "share of the time that copies of weights take while answers are computed; less leaves "
+        "decode more of host memory's rate, and prompts take longer",
+        low=0.05,
+        high=1.0,
+    )
     vram_gib: float = setting(
         0.0,
         "device memory that prefill uses, in GiB; 0: all that is free, decode's taken off",

@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headwater.config.devices import parse_devices
 from headwater.config.schema import Config
 from headwater.errors import ConfigError
 from headwater.objectives import parse_objectives
@@ -144,6 +145,11 @@ def _checked(where: str, field: Field[Any], value: Any) -> Any:
         _check_address(where, value)
     if kind == "objectives":
         _check_objectives(where, value)
+    if kind == "devices":
+        try:
+            parse_devices(value)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
     if kind == "shm_prefix" and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", value):
         raise ConfigError(
             f"{where}: must be 1 to 64 letters, digits, '_' or '-', starting with a letter or "

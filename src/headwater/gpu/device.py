@@ -8,15 +8,21 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from headwater.config.devices import parse_devices
 from headwater.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headwater.config import GpuConfig
 
 # Triton's oldest cards with BF16 products.
 _LEAST_CAPABILITY = (8, 0)
 _GIB = 2**30
+# Of a CPU that stands in for a GPU.
+_CPU_GIB = 16.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,31 @@ class Gpu:
     def has_fp8(self) -> bool:
         """Whether it multiplies E4M3."""
         return self.capability >= (8, 9)
+
+
+def devices_for_prefill(config: GpuConfig) -> tuple[str, ...]:
+    """The devices of gpu.prefill_devices by name; auto: gpu.device and all GPUs after it."""
+    names = parse_devices(config.prefill_devices)
+    if names:
+        return names
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(f"cuda:{index}" for index in range(config.device, max(config.device + 1, count)))
+
+
+def device_for_decode(config: GpuConfig) -> int:
+    """The number of decode's CUDA device."""
+    if config.decode_device >= 0:
+        return config.decode_device
+    device = torch.device(devices_for_prefill(config)[-1])
+    return config.device if device.index is None else device.index
+
+
+def find_device(name: str, vram_gib: float) -> Gpu:
+    """The device of that name for prefill; see find_gpu. A CPU is one without limits."""
+    device = torch.device(name)
+    if device.type == "cpu":
+        return Gpu(device, "a CPU", (0, 0), int((vram_gib or _CPU_GIB) * _GIB))
+    return find_gpu(device.index or 0, vram_gib)
 
 
 def find_gpu(

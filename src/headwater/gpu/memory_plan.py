@@ -13,6 +13,8 @@ from headwater.errors import ResourceError
 from headwater.model.layer_spec import GqaSpec, MlaSpec, MoeFfnSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headwater.gpu.layout import ModelLayout
     from headwater.model.layer_spec import LayerSpec
     from headwater.model.spec import ModelSpec
@@ -46,9 +48,14 @@ def heads_at_once(num_heads: int, num_keys: int, head_dim: int) -> int:
     return max(1, min(num_heads, HEADS_ELEMENTS // (num_keys * head_dim)))
 
 
-def token_bytes(spec: ModelSpec) -> int:
-    """Device memory per token of a sweep: an upper bound over the layers."""
-    return max(_layer_token_bytes(spec.hidden_size, layer) for layer in spec.layers)
+def token_bytes(spec: ModelSpec, world_size: int = 1) -> int:
+    """Device memory per token of a sweep that so many ranks share: a bound over the layers."""
+    mine = max(_layer_token_bytes(spec.hidden_size, layer) for layer in spec.layers)
+    if world_size == 1:
+        return mine
+    # A stripe's share; and of all rows: partial sums, what is sent and received of them, and
+    # everybody's rows.
+    return -(-mine // world_size) + (4 + 4 + 4 + 2 + 2) * spec.hidden_size
 
 
 def fixed_bytes(spec: ModelSpec) -> int:
@@ -63,21 +70,22 @@ def plan_memory(
     wanted_tokens: int,
     *,
     world_size: int = 1,
+    others: Sequence[ModelLayout] = (),
 ) -> MemoryPlan:
     """Shares out `available_bytes` of device memory.
 
     First the least of everything, then half a layer of expert slots, then tokens as wanted, then a
-    whole layer of slots, then all dense weights, then all experts, each as far as it goes.
+    whole layer of slots, then the dense weights that copies run ahead over, then all of them, then
+    all experts, each as far as it goes. Slots are as large as `layout` and `others` need them.
 
     Raises ResourceError when the least does not fit.
     """
     dense_items, dense_bytes = layout.ring_sizes(0)
     expert_items, expert_bytes = layout.ring_sizes(1)
+    dense_bytes = max([dense_bytes, *(other.ring_sizes(0)[1] for other in others)])
+    expert_bytes = max([expert_bytes, *(other.ring_sizes(1)[1] for other in others)])
     per_layer = max(len(layer.groups) for layer in layout.layers)
-    per_token = token_bytes(spec)
-    if world_size > 1:
-        # Partial sums of all rows, what is sent and received of them, and everybody's rows.
-        per_token += (4 + 4 + 4 + 2 + 2) * spec.hidden_size
+    per_token = token_bytes(spec, world_size)
     dense_slots = min(dense_items, _LEAST_SLOTS)
     expert_slots = min(expert_items, _LEAST_SLOTS)
     least = fixed_bytes(spec) + dense_slots * dense_bytes + expert_slots * expert_bytes
@@ -99,6 +107,7 @@ def plan_memory(
     expert_slots += spend(per_layer // 2 - expert_slots, expert_bytes)
     tokens = _LEAST_TOKENS + spend(wanted_tokens - _LEAST_TOKENS, per_token)
     expert_slots += spend(min(per_layer, expert_items) - expert_slots, expert_bytes)
+    dense_slots += spend(_dense_ahead(layout) - dense_slots, dense_bytes)
     for_rest = (dense_items - dense_slots) * dense_bytes
     if for_rest <= left:
         left -= for_rest
@@ -111,6 +120,19 @@ def plan_memory(
     return MemoryPlan(
         dense_slots, expert_slots, tokens, ring_bytes, fixed_bytes(spec) + tokens * per_token
     )
+
+
+def _dense_ahead(layout: ModelLayout) -> int:
+    """Dense items that must have slots so that the ring of experts alone bounds the run ahead.
+
+    Copies go on in their order. Where layers without experts follow one another, as they do at the
+    beginning, two slots would keep the first experts waiting until these layers have computed.
+    """
+    longest = run = 0
+    for layer in layout.layers:
+        run = 0 if layer.groups else run + 1
+        longest = max(longest, run)
+    return min(len(layout.layers), longest + _LEAST_SLOTS)
 
 
 def _layer_token_bytes(hidden: int, layer: LayerSpec) -> int:

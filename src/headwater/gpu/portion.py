@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headwater.model.batch import Batch, SequenceSpan
 
 
@@ -45,6 +47,12 @@ class Portion:
     offsets: Tensor
     parts: tuple[tuple[SequenceSpan, tuple[QueryPart, ...]], ...]
     rows_by_rank: tuple[Tensor, ...]
+
+    def rows_of(self, spans: Sequence[int]) -> Tensor:
+        """Which of the rank's rows are those of the batch's spans of these numbers, int64 [m]."""
+        parts = [part.rows for index in spans for part in self.parts[index][1]]
+        rows = [torch.arange(part.start, part.stop) for part in parts]
+        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
 
 
 def portion_of(batch: Batch, rank: int = 0, world_size: int = 1) -> Portion:

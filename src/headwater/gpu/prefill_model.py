@@ -19,7 +19,7 @@ from headwater.gpu.layout import DENSE_RING, EXPERT_RING, ModelLayout, expert_ra
 from headwater.gpu.memory_plan import SLICE_TOKENS, MemoryPlan
 from headwater.gpu.portion import Portion, portion_of
 from headwater.gpu.positions import Positions
-from headwater.gpu.ring import Ring
+from headwater.gpu.ring import Ring, ring_memory
 from headwater.gpu.routed_experts import add_routed_experts
 from headwater.gpu.routing import gate, route
 from headwater.gpu.streamer import Streamer
@@ -27,6 +27,8 @@ from headwater.gpu.streams import Queues
 from headwater.model.layer_spec import MoeFfnSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headwater.gpu.exchange import Exchange
     from headwater.gpu.layout import LayerLayout
     from headwater.gpu.streamer import HostRanges
@@ -49,6 +51,8 @@ class StreamedModel:
     ranks are called alike; before the first layer and after the last one hidden states are whole,
     in between each rank has those of its own rows.
 
+    `memory` is that of both rings, where several models use it in turn: see Streamer.forget.
+
     Raises ResourceError when the device has no room for the rings. One thread at a time may call.
     """
 
@@ -63,6 +67,7 @@ class StreamedModel:
         ranges: HostRanges | None = None,
         quantize_from: int = 0,
         exchange: Exchange | None = None,
+        memory: Sequence[Tensor] | None = None,
     ) -> None:
         self.spec = spec
         self.device = queues.device
@@ -71,10 +76,15 @@ class StreamedModel:
         self._layout = layout
         self._quantize_from = quantize_from
         self._exchange = exchange
-        rings = []
-        for ring, slots in ((DENSE_RING, plan.dense_slots), (EXPERT_RING, plan.expert_slots)):
-            num_items, slot_bytes = layout.ring_sizes(ring)
-            rings.append(Ring(num_items, slots, slot_bytes, self.device))
+        sizes = [layout.ring_sizes(ring) for ring in (DENSE_RING, EXPERT_RING)]
+        if memory is None:
+            memory = [
+                ring_memory(min(num_items, slots), slot_bytes, self.device)
+                for (num_items, slot_bytes), slots in zip(
+                    sizes, (plan.dense_slots, plan.expert_slots), strict=True
+                )
+            ]
+        rings = [Ring(*size, room) for size, room in zip(sizes, memory, strict=True)]
         self.streamer = Streamer(layout.items, rings, queues, ranges)
         self._export = KvExport(self.device)
         self._tables: dict[RopeSpec, RotaryTable] = {}
@@ -130,6 +140,14 @@ class StreamedModel:
             self.streamer.queues.mark_computed().synchronize()
         return hidden
 
+    def keep(self, hidden: Tensor, spans: Sequence[int]) -> Tensor:
+        """Hidden states between layers of what is left of the batch: the spans of these numbers.
+
+        To be called where rows are striped, before the next layer is computed for the new batch.
+        """
+        assert self._portion is not None
+        return hidden[self._portion.rows_of(spans).to(self.device)]
+
     def forward(self, batch: Batch, pages: KvPages) -> Tensor:
         """All layers over the batch's tokens: hidden states before the final norm, [T, hidden]."""
         hidden = self.embed(batch.token_ids)
@@ -159,13 +177,20 @@ class StreamedModel:
         is_quantized: bool,
     ) -> None:
         x, experts, shares = gate(spec, hidden, weights)
+        exchange, target, gatherings = self._exchange, hidden, []
+        if exchange is not None:
+            assert self._portion is not None
+            # Unsorted, and with the gate's choice, which is small beside them; on its way while
+            # the shared experts compute.
+            choice = torch.cat((experts.int(), shares.view(torch.int32)), dim=1)
+            gatherings = [exchange.begin_gather(part, self._portion) for part in (choice, x)]
         if spec.shared_intermediate_size:
             add_gated_network(hidden, x, weights, "shared", SLICE_TOKENS)
         self.streamer.release()
-        exchange, target = self._exchange, hidden
         if exchange is not None:
-            # Unsorted, and with the gate's choice, which is small beside them.
-            x, experts, shares = map(self._gathered, (x, experts, shares))
+            choice, x = (gathering.finish() for gathering in gatherings)
+            experts, shares = choice.chunk(2, dim=1)
+            experts, shares = experts.long(), shares.contiguous().view(torch.float32)
             target = torch.zeros(x.shape, device=self.device)
         rank, world_size = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
         owned = expert_range(spec.num_experts, rank, world_size)

@@ -44,30 +44,40 @@ class Slot:
     parts: list[Tensor] = field(default_factory=list)
 
 
+def ring_memory(num_slots: int, slot_bytes: int, device: torch.device) -> Tensor:
+    """Device memory for so many slots, UINT8. Raises ResourceError when there is no room."""
+    try:
+        return torch.empty(num_slots * aligned(slot_bytes), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"{device}: no room for {num_slots} ring slots of {slot_bytes} bytes; lower "
+            "gpu.vram_gib or free the device's memory"
+        ) from error
+
+
 class Ring:
     """`num_slots` slots of `slot_bytes` for `num_items` items that come round in order."""
 
-    def __init__(
-        self, num_items: int, num_slots: int, slot_bytes: int, device: torch.device
-    ) -> None:
-        """Raises ResourceError when the device has no room."""
-        self.num_slots = min(num_items, num_slots)
+    def __init__(self, num_items: int, slot_bytes: int, memory: Tensor) -> None:
+        """As many slots as `memory`, UINT8, has room for, and items have use for."""
         self.slot_bytes = aligned(slot_bytes)
+        room = memory.numel() // self.slot_bytes if self.slot_bytes else 0
+        self.num_slots = min(num_items, room)
         self.is_resident = self.num_slots == num_items
-        try:
-            memory = torch.empty(self.num_slots * self.slot_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise ResourceError(
-                f"{device}: no room for {self.num_slots} ring slots of {self.slot_bytes} bytes; "
-                "lower gpu.vram_gib or free the device's memory"
-            ) from error
-        self._slots = [Slot(m) for m in memory.view(self.num_slots, self.slot_bytes).unbind()]
+        used = memory[: self.num_slots * self.slot_bytes]
+        self._slots = [Slot(m) for m in used.view(self.num_slots, self.slot_bytes).unbind()]
         self._next = 0
 
     @property
     def occupancy(self) -> float:
         """Share of the slots that hold something, or are being filled, and are not used up yet."""
         return sum(not slot.is_free for slot in self._slots) / max(1, self.num_slots)
+
+    def forget(self) -> None:
+        """The memory is somebody else's from now on: no slot holds anything, all are free."""
+        for slot in self._slots:
+            slot.content, slot.is_free, slot.filled, slot.emptied = None, True, None, None
+        self._next = 0
 
     def slot_for(self, item: int) -> Slot:
         """The slot that the ring's item number `item` would get now."""

@@ -76,7 +76,8 @@ def route(
     local = experts.flatten() - owned.start
     local = torch.where((local >= 0) & (local < len(owned)), local, len(owned))
     order = local.argsort(stable=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)).to(order.device))
+    numbered = torch.arange(len(order), device=order.device)
+    places = torch.empty_like(order).scatter_(0, order, numbered)
     counts = torch.zeros(len(owned) + 1, dtype=torch.int64, device=experts.device)
     counts.scatter_add_(0, local, torch.ones_like(local))
     numbers: list[int] = counts[:-1].tolist()

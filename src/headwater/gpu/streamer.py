@@ -66,7 +66,10 @@ class ReadyRanges:
 
 
 class Streamer:
-    """Items in their order of use, each in the ring that it names."""
+    """Items in their order of use, each in the ring that it names.
+
+    `share`, in (0, 1], is how much of the time copies take that are queued from now on.
+    """
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class Streamer:
         self._loaded: deque[Slot] = deque()
         self._in_use: deque[Slot] = deque()
         self.copied_bytes = 0
+        self.share = 1.0
 
     @property
     def occupancy(self) -> float:
@@ -135,6 +139,14 @@ class Streamer:
         """Begins to copy, as far as slots and ready host memory reach."""
         self._run_ahead()
 
+    def forget(self) -> None:
+        """The rings' memory has been, or will be, another streamer's on the same queues."""
+        self._restart(0)
+        for ring in self._rings:
+            ring.forget()
+        # Whatever reads the memory does so before it is written to again.
+        self.queues.copying_waits(self.queues.mark_computed())
+
     def _run_ahead(self) -> None:
         while len(self._loaded) + len(self._in_use) < len(self._items):
             if not self._ranges.is_ready(self._items[self._next_copy].range_index):
@@ -156,8 +168,7 @@ class Streamer:
             if slot.emptied is not None:
                 self.queues.copying_waits(slot.emptied)
             slot.parts = ring.split(slot, [part.numel() for part in item.parts])
-            for target, source in zip(slot.parts, item.parts, strict=True):
-                self.queues.copy(target, source)
+            self.queues.copy(slot.parts, item.parts, self.share)
             slot.filled = self.queues.mark_copied()
             slot.content = place
             self.copied_bytes += item.num_bytes

@@ -6,10 +6,15 @@ the queue that waits, never the caller. HostQueues does everything at once, on a
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+from headwater.gpu.pacing import Pacer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Mark(Protocol):
@@ -25,8 +30,12 @@ class Queues(Protocol):
 
     device: torch.device
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Queues a copy from host to device: bytes, contiguous, of the same length."""
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], share: float) -> None:
+        """Queues copies from host to device: bytes, contiguous, each of its target's length.
+
+        Where `share`, in (0, 1], is less than one, a rest follows them that leaves them this share
+        of the time.
+        """
         ...
 
     def mark_copied(self) -> Mark:
@@ -52,11 +61,16 @@ class CudaQueues:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._copies: Any = torch.cuda.Stream(device)
+        self._pacer = Pacer(self._copies)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], share: float) -> None:
         """See Queues."""
+        num_bytes = sum(source.numel() for source in sources)
         with torch.cuda.stream(self._copies):
-            target.copy_(source, non_blocking=True)
+            self._pacer.before(num_bytes)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            self._pacer.after(num_bytes, share)
 
     def mark_copied(self) -> Mark:
         """See Queues."""
@@ -91,9 +105,10 @@ class HostQueues:
 
     device = torch.device("cpu")
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], share: float) -> None:  # noqa: ARG002
         """See Queues."""
-        target.copy_(source)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
     def mark_copied(self) -> Mark:
         """See Queues."""

@@ -52,6 +52,10 @@ class KvWriter:
         offset = self.memory.layout.complete_offset(lease.slot)
         self._segment.store_u64(offset, prompt_word(lease.generation, token_ids))
 
+    def fileno(self) -> int:
+        """The file descriptor that the locks of `writing` hang on; see Segment.fileno."""
+        return self._segment.fileno()
+
     def close(self) -> None:
         """Detaches."""
         self._segment.close()

@@ -197,6 +197,19 @@ _PREFILL = (
     ),
     counter("headwater.prefill.computed_tokens", "{token}", "prefill", "Prompt tokens computed"),
     counter("headwater.prefill.passes", "{pass}", "prefill", "Passes over the weights"),
+    counter(
+        "headwater.prefill.shared_passes",
+        "{pass}",
+        "prefill",
+        "Those of them that several GPUs computed together",
+    ),
+    gauge("headwater.prefill.gpus", "{gpu}", "prefill", "GPUs that the next pass takes"),
+    counter(
+        "headwater.prefill.lost_ranks",
+        "{loss}",
+        "prefill",
+        "GPUs that computed together with others and were lost and started again",
+    ),
     counter("headwater.prefill.busy_time", "s", "prefill", "Time spent in passes"),
     counter(
         "headwater.h2d.copied",

@@ -1,0 +1,110 @@
+"""On how many GPUs the next pass is computed: the first alone, or all of them together.
+
+Owns the choice and the measured costs of both ways. While decode uses a GPU of ours to compute
+answers, that one is left to it, and the first goes on alone; otherwise the way that is expected to
+take less time is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from headwater.costs import CostMeter, PassCosts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+# For how long after its last answer decode is thought to be at work; a conversation's next turn, or
+# the next of many requests, should not find its GPU taken for a whole sweep.
+_LINGER_SECONDS = 2.0
+
+
+class PassWays:
+    """The ways there are, by number of GPUs, and what passes take each way.
+
+    `current` is the way of the pass under way, or of the next one. One thread chooses and observes;
+    any may tell of decode, and read.
+    """
+
+    def __init__(self, pass_tokens: int) -> None:
+        self._meters = {1: CostMeter(pass_tokens)}
+        self.passes = {1: 0}
+        self.current = 1
+        self.leaves_one_to_decode = False
+        self._decode_until = 0.0
+
+    def offer(self, max_tokens: Mapping[int, int]) -> None:
+        """These are the ways from now on, and the tokens that a pass of each may have."""
+        self._meters = {way: CostMeter(tokens) for way, tokens in max_tokens.items()}
+        self.passes = dict.fromkeys(max_tokens, 0)
+        self.current = max(max_tokens)
+
+    def note_decode(self, *, is_at_work: bool) -> None:
+        """Decode computes answers, or does not, on a GPU that is one of ours."""
+        if is_at_work:
+            self._decode_until = time.monotonic() + _LINGER_SECONDS
+
+    @property
+    def num_shared(self) -> int:
+        """Passes that several GPUs computed together."""
+        return sum(count for way, count in self.passes.items() if way > 1)
+
+    @property
+    def is_decode_at_work(self) -> bool:
+        """Whether it was, a moment ago."""
+        return time.monotonic() < self._decode_until
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that a pass may have, the current way."""
+        return self._meters[self.current].max_tokens_per_pass
+
+    @property
+    def costs(self) -> PassCosts:
+        """What passes take the way that would be chosen for a long prompt now."""
+        meters = self._meters
+        longest = max(meter.max_tokens_per_pass for meter in meters.values())
+        return meters[self._best(longest)].costs
+
+    @property
+    def all_costs(self) -> dict[int, PassCosts]:
+        """What passes take each way."""
+        return {way: meter.costs for way, meter in self._meters.items()}
+
+    def choose(self, num_tokens: int) -> int:
+        """The way for prompts of so many tokens in all, which is current from now on."""
+        way = self._best(num_tokens)
+        if way != self.current:
+            reason = "decode is at work" if self.is_decode_at_work else "as measured"
+            logger.info("passes are computed on %d GPUs now: %s", way, reason)
+            self.current = way
+        return way
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A pass the current way took so long."""
+        self._meters[self.current].observe(num_tokens, seconds)
+
+    def observe_made_up(self, way: int, num_tokens: int, seconds: float) -> None:
+        """The same of a pass that computed no prompt."""
+        self._meters[way].observe(num_tokens, seconds)
+
+    def count(self) -> None:
+        """A pass the current way has computed prompts."""
+        self.passes[self.current] += 1
+
+    def _best(self, num_tokens: int) -> int:
+        ways = sorted(self._meters)
+        if len(ways) == 1:
+            return ways[0]
+        if self.leaves_one_to_decode and self.is_decode_at_work:
+            return ways[0]
+        costs = self.all_costs
+        # What has not been measured yet is tried, the widest first.
+        unknown = [way for way in ways if costs[way].measured_passes == 0]
+        if unknown:
+            return unknown[-1]
+        return min(ways, key=lambda way: costs[way].seconds(max(1, num_tokens)))
