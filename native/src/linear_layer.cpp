@@ -95,8 +95,8 @@ class LinearRun {
         for (std::size_t i = 0; i < parts_.size(); ++i) {
             const Matrix& m = *parts_[i].matrix;
             cuts_[i].first_task = num_tasks_;
-            cuts_[i].rows_per_task =
-                rows_per_task(m.rows, packed_bytes(m.format, m.columns), 1, pool_.num_threads());
+            cuts_[i].rows_per_task = rows_per_task(m.rows, packed_bytes(m.format, m.columns), 1,
+                                                   pool_.num_threads(), kLastTasksPerThread);
             num_tasks_ += ceil_div(m.rows, cuts_[i].rows_per_task);
         }
     }

@@ -28,10 +28,10 @@ MoeRun::MoeRun(const MoeLayer& layer, const MoeBatch& batch)
     const ExpertWeights& weights = layer_.shards_[0][0];
     const std::int64_t num_items = num_active_ * num_shards_;
     gate_up_rows_ = rows_per_task(intermediate_, 2 * packed_bytes(weights.gate.format, hidden_),
-                                  num_items, pool_.num_threads());
+                                  num_items, pool_.num_threads(), kTasksPerThread);
     gate_up_slices_ = ceil_div(intermediate_, gate_up_rows_);
     down_rows_ = rows_per_task(hidden_, packed_bytes(weights.down.format, intermediate_), num_items,
-                               pool_.num_threads());
+                               pool_.num_threads(), kLastTasksPerThread);
     down_slices_ = ceil_div(hidden_, down_rows_);
     Carver worker_counter(nullptr);
     scratch_of(worker_counter);
@@ -117,16 +117,30 @@ void MoeRun::operator()(int worker) noexcept {
     // Its own shard first, then whatever others have left.
     const int home = pool_.shard_of(worker, static_cast<int>(num_shards_));
     for (std::int64_t i = 0; i < num_shards_; ++i) {
-        const std::int64_t shard = (home + i) % num_shards_;
-        const std::int64_t num_gate_up = num_active_ * gate_up_slices_;
-        const std::int64_t num_down = num_active_ * down_slices_;
-        std::int64_t task;
-        while ((task = next_gate_up_[shard].value.fetch_add(1)) < num_gate_up) {
-            run_gate_up(shard, task, scratch);
+        run_tasks((home + i) % num_shards_, scratch);
+    }
+}
+
+// A task is taken while the one before it is under way, which can then fetch what it begins with.
+void MoeRun::run_tasks(std::int64_t shard, const Scratch& scratch) noexcept {
+    const std::int64_t num_gate_up = num_active_ * gate_up_slices_;
+    const std::int64_t num_down = num_active_ * down_slices_;
+    const auto take = [shard](Counter* counters) { return counters[shard].value.fetch_add(1); };
+    std::int64_t gate_up = take(next_gate_up_);
+    std::int64_t down = gate_up < num_gate_up ? num_down : take(next_down_);
+    while (gate_up < num_gate_up) {
+        const std::int64_t next = take(next_gate_up_);
+        if (next >= num_gate_up) {
+            down = take(next_down_);
         }
-        while ((task = next_down_[shard].value.fetch_add(1)) < num_down) {
-            run_down(shard, task, scratch);
-        }
+        run_gate_up(shard, gate_up,
+                    next < num_gate_up ? gate_data(shard, next) : down_data(shard, down), scratch);
+        gate_up = next;
+    }
+    while (down < num_down) {
+        const std::int64_t next = take(next_down_);
+        run_down(shard, down, down_data(shard, next), scratch);
+        down = next;
     }
 }
 
@@ -134,19 +148,13 @@ const ExpertWeights& MoeRun::weights_of(std::int64_t shard, const Active& active
     return layer_.shards_[static_cast<std::size_t>(shard)][static_cast<std::size_t>(active.expert)];
 }
 
-const std::byte* MoeRun::next_gate_up(std::int64_t shard, std::int64_t task) const {
-    if (pool_.num_threads() > 1) {
-        return nullptr;
-    }
-    if (task == num_active_ * gate_up_slices_) {
-        return next_down(shard, 0);
-    }
+const std::byte* MoeRun::gate_data(std::int64_t shard, std::int64_t task) const {
     const Matrix& gate = weights_of(shard, active_[task / gate_up_slices_]).gate;
     return gate.data + task % gate_up_slices_ * gate_up_rows_ * gate.row_bytes;
 }
 
-const std::byte* MoeRun::next_down(std::int64_t shard, std::int64_t task) const {
-    if (pool_.num_threads() > 1 || task == num_active_ * down_slices_) {
+const std::byte* MoeRun::down_data(std::int64_t shard, std::int64_t task) const {
+    if (task >= num_active_ * down_slices_) {
         return nullptr;
     }
     const Matrix& down = weights_of(shard, active_[task / down_slices_]).down;
@@ -164,7 +172,8 @@ void MoeRun::prepare_tokens() noexcept {
     }
 }
 
-void MoeRun::run_gate_up(std::int64_t shard, std::int64_t task, const Scratch& scratch) noexcept {
+void MoeRun::run_gate_up(std::int64_t shard, std::int64_t task, const std::byte* next,
+                         const Scratch& scratch) noexcept {
     const Active& active = active_[task / gate_up_slices_];
     const ExpertWeights& weights = weights_of(shard, active);
     const std::int64_t begin = task % gate_up_slices_ * gate_up_rows_;
@@ -183,7 +192,7 @@ void MoeRun::run_gate_up(std::int64_t shard, std::int64_t task, const Scratch& s
     }
     multiply_(product);
     product.matrix = &weights.up;
-    product.next = next_gate_up(shard, task + 1);
+    product.next = next;
     for (std::int64_t i = 0; i < active.num_pairs; ++i) {
         scratch.outputs[i] = scratch.up + i * gate_up_rows_;
     }
@@ -204,7 +213,8 @@ void MoeRun::run_gate_up(std::int64_t shard, std::int64_t task, const Scratch& s
     }
 }
 
-void MoeRun::run_down(std::int64_t shard, std::int64_t task, const Scratch& scratch) noexcept {
+void MoeRun::run_down(std::int64_t shard, std::int64_t task, const std::byte* next,
+                      const Scratch& scratch) noexcept {
     const Active& active = active_[task / down_slices_];
     const std::int64_t slice = task % down_slices_;
     const std::int64_t begin = slice * down_rows_;
@@ -222,7 +232,7 @@ void MoeRun::run_down(std::int64_t shard, std::int64_t task, const Scratch& scra
                .outputs = scratch.outputs,
                .num_tokens = active.num_pairs,
                .scratch = scratch.kernel,
-               .next = next_down(shard, task + 1)});
+               .next = next});
     if (slices_[slice].value.fetch_sub(1) == 1) {
         add_experts(begin, end, scratch);
     }

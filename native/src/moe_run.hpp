@@ -46,13 +46,16 @@ class MoeRun {
     void start_counters();
     Scratch scratch_of(Carver& carver) const;
     void prepare_tokens() noexcept;
-    void run_gate_up(std::int64_t shard, std::int64_t task, const Scratch& scratch) noexcept;
-    void run_down(std::int64_t shard, std::int64_t task, const Scratch& scratch) noexcept;
+    void run_tasks(std::int64_t shard, const Scratch& scratch) noexcept;
+    // `next`: where the weights begin that this thread will read afterwards, or null.
+    void run_gate_up(std::int64_t shard, std::int64_t task, const std::byte* next,
+                     const Scratch& scratch) noexcept;
+    void run_down(std::int64_t shard, std::int64_t task, const std::byte* next,
+                  const Scratch& scratch) noexcept;
     const ExpertWeights& weights_of(std::int64_t shard, const Active& active) const;
-    // Where the weights of a task begin that this thread will take if it is the only one; null
-    // with several threads, who would fetch each other's.
-    const std::byte* next_gate_up(std::int64_t shard, std::int64_t task) const;
-    const std::byte* next_down(std::int64_t shard, std::int64_t task) const;
+    // Where the weights of a task begin; null where there is no such task of down.
+    const std::byte* gate_data(std::int64_t shard, std::int64_t task) const;
+    const std::byte* down_data(std::int64_t shard, std::int64_t task) const;
     void add_experts(std::int64_t begin, std::int64_t end, const Scratch& scratch) noexcept;
 
     Progress& progress(std::int64_t shard, std::int64_t active) {
