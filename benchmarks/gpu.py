@@ -107,6 +107,23 @@ def beside(arguments: argparse.Namespace) -> None:
     show_all(rows, arguments.json)
 
 
+def beside_two(arguments: argparse.Namespace) -> None:
+    """Decode steps on one GPU while prompts stream through another."""
+    from headwater.bench.gpu.beside_two import Split, bench_beside_two
+    from headwater.bench.gpu.hybrid import Shape
+
+    rows = bench_beside_two(
+        Shape(arguments.shape, layers=arguments.layers, distinct=arguments.distinct),
+        arguments.batch,
+        arguments.context,
+        arguments.tokens,
+        arguments.vram,
+        arguments.shares,
+        Split(spare_cpus=arguments.spare_cpus),
+    )
+    show_all(rows, arguments.json)
+
+
 def numerics(arguments: argparse.Namespace) -> None:
     """Errors of the recipes, and of the kernels against them, at DeepSeek-V3's sizes."""
     import torch
@@ -170,6 +187,18 @@ def main() -> None:
     command.add_argument("--context", type=int, default=2048)
     command.add_argument("--tokens", type=int, default=8192, help="tokens of a sweep")
     command.add_argument("--vram", type=float, default=32.0, help="GiB that prefill uses")
+    command.add_argument("--json")
+    command = commands.add_parser("beside-two", help=beside_two.__doc__)
+    command.set_defaults(run=beside_two)
+    command.add_argument("--shape", default="deepseek-v3")
+    command.add_argument("--layers", type=int)
+    command.add_argument("--distinct", type=int, default=2)
+    command.add_argument("--batch", type=int, default=1)
+    command.add_argument("--context", type=int, default=2048)
+    command.add_argument("--tokens", type=int, default=8192, help="tokens of a sweep")
+    command.add_argument("--vram", type=float, default=32.0, help="GiB that prefill uses")
+    command.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.8, 0.6, 0.4])
+    command.add_argument("--spare-cpus", type=int, default=4, help="CPUs that decode leaves")
     command.add_argument("--json")
     command = commands.add_parser("numerics", help=numerics.__doc__)
     command.set_defaults(run=numerics)

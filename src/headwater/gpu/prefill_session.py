@@ -15,6 +15,7 @@ from headwater.gpu.host_ranges import RegisteredRanges
 from headwater.gpu.kernels.warm_up import warm_up
 from headwater.gpu.layout import DENSE_RING, EXPERT_RING, lay_out
 from headwater.gpu.memory_plan import RESERVE_BYTES, plan_memory
+from headwater.gpu.pacing import rest
 from headwater.gpu.prefill_model import StreamedModel
 from headwater.gpu.ring import ring_memory
 from headwater.gpu.streams import queues_on
@@ -103,6 +104,7 @@ class PrefillSession:
             for count in choices:
                 groups = [group for layer in layout.layers for group in layer.groups]
                 warm_up(groups, spec.hidden_size, count, gpu.device, is_quantized=gpu.has_fp8)
+            rest(0.0)
             _reserve(self.plan.activation_bytes - RESERVE_BYTES, gpu.device)
             self.ranges.start()
         logger.info(

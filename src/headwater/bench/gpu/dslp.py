@@ -1,7 +1,8 @@
 """Distributed stream-loading prefill over the GPUs of one machine, against one of them alone.
 
 One process per GPU, forked before CUDA starts, so that all map the same weights. Rank 0 first
-measures a single GPU (see slp.py), then all ranks compute the same prompts together.
+measures a single GPU, then all ranks compute the same prompts together. `ttft_s` is of a sweep that
+comes after a pause, so that its first weights are there; `steady_s` of one that follows directly.
 """
 
 from __future__ import annotations
@@ -10,25 +11,54 @@ import gc
 import multiprocessing
 import os
 import queue
+import tempfile
 import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed as dist
 
 from headwater.bench.gpu.link import link_gb_per_s
 from headwater.bench.gpu.random_model import RandomModel
-from headwater.bench.gpu.slp import batch_of, experts_of, pages_for, published_spec, sweep_row
+from headwater.bench.gpu.slp import batch_of, experts_of, pages_for, published_spec
+from headwater.bench.gpu.timeline import TimedQueues
 from headwater.gpu.device import find_gpu
 from headwater.gpu.exchange import Exchange
+from headwater.gpu.peers import Peers
 from headwater.gpu.portion import portion_of
 from headwater.gpu.prefill_session import PrefillSession
+from headwater.model.layer_spec import MoeFfnSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
 
     from headwater.kv.pages import KvPages
     from headwater.model.spec import ModelSpec
+
+# Before each measured sweep: as many layers as fill rings and warm what has to be warmed.
+_WARM_LAYERS = 5
+# Longer prompts, bound by computation, are swept only once.
+_MOST_STEADY_TOKENS = 1 << 14
+_TIMES = ("ttft_s", "steady_s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What every rank is told."""
+
+    spec: ModelSpec
+    weights: RandomModel
+    pages: KvPages
+    single: Sequence[int]
+    together: Sequence[int]
+    ranks: int
+    vram_gib: float
+    quantize_from: int
+    meeting: Path
+    rows: Any
 
 
 def bench_dslp(
@@ -56,156 +86,157 @@ def bench_dslp(
     pages = pages_for(spec, max(*single, *together))
     for layer in pages.layers:
         layer.share_memory_()
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 1000)}
-    os.environ.update(address)
-    processes = [
-        context.Process(
-            target=_rank,
-            args=(
-                rank,
-                ranks,
-                spec,
-                weights,
-                pages,
-                single,
-                together,
-                vram_gib,
-                quantize_from,
-                rows,
-            ),
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Path(folder) / "meeting"
+        task = _Task(
+            spec, weights, pages, single, together, ranks, vram_gib, quantize_from, meeting, rows
         )
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        while any(process.is_alive() for process in processes) or not rows.empty():
-            try:
-                yield rows.get(timeout=1.0)
-            except queue.Empty:
-                if any(process.exitcode not in (None, 0) for process in processes):
-                    raise RuntimeError("a rank died") from None
-    finally:
+        processes = [context.Process(target=_rank, args=(rank, task)) for rank in range(ranks)]
         for process in processes:
-            process.kill()
+            process.start()
+        try:
+            while any(process.is_alive() for process in processes) or not rows.empty():
+                try:
+                    yield rows.get(timeout=1.0)
+                except queue.Empty:
+                    if any(process.exitcode not in (None, 0) for process in processes):
+                        raise RuntimeError("a rank died") from None
+        finally:
+            for process in processes:
+                process.kill()
 
 
-def _rank(
-    rank: int,
-    ranks: int,
-    spec: ModelSpec,
-    weights: RandomModel,
-    pages: KvPages,
-    single: Sequence[int],
-    together: Sequence[int],
-    vram_gib: float,
-    quantize_from: int,
-    rows: Any,
-) -> None:
+def _rank(rank: int, task: _Task) -> None:
     # A forked process must not use the OpenMP threads that its parent had.
     torch.set_num_threads(1)
     torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=ranks)
-    gpu = find_gpu(rank, vram_gib)
-    if vram_gib:
+    gpu = find_gpu(rank, task.vram_gib)
+    if task.vram_gib:
         total = torch.cuda.get_device_properties(gpu.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(vram_gib * 2**30 / total, gpu.device)
-    tokens = max(*single, *together)
-    sources = [experts_of(spec, weights)]
-    seconds: dict[int, float] = {}
+        torch.cuda.set_per_process_memory_fraction(task.vram_gib * 2**30 / total, gpu.device)
+    sources = [experts_of(task.spec, task.weights)]
     with torch.inference_mode():
-        if rank == 0:
-            session = PrefillSession(
-                spec, weights, gpu, wanted_tokens=tokens, quantize_from=quantize_from
-            )
-            session.ranges.wait(session.ranges.num_ranges - 1)
-            for length in single:
-                link = link_gb_per_s(sources, gpu.device)
-                row = sweep_row(session, spec, pages, length, link, quantize_from)
-                seconds[length] = row["ttft_s"]
-                rows.put(row)
-            session.close()
-            del session
-            gc.collect()
-            torch.cuda.empty_cache()
-        dist.barrier(device_ids=[rank])
-        exchange = Exchange()
-        session = PrefillSession(
-            spec,
-            weights,
-            gpu,
-            wanted_tokens=tokens,
-            quantize_from=quantize_from,
-            exchange=exchange,
-        )
-        session.ranges.wait(session.ranges.num_ranges - 1)
-        alone = None
-        for turn in range(ranks):
-            dist.barrier(device_ids=[rank])
+        seconds = _alone(gpu, sources, task) if rank == 0 else {}
+        peers = Peers.meet(task.meeting, rank, task.ranks, "nccl")
+        exchange = Exchange(peers)
+        session = _session(gpu, task, exchange)
+        links = []
+        for turn in range(task.ranks):
+            peers.barrier()
             if turn == rank:
-                alone = link_gb_per_s(sources, gpu.device)
-        dist.barrier(device_ids=[rank])
-        both = link_gb_per_s(sources, gpu.device, rounds=6)
-        for length in together:
-            batch = batch_of(spec, length)
-            _sweep(session, spec, batch, pages, layers=5)
-            dist.barrier(device_ids=[rank])
-            before, sent = session.model.streamer.copied_bytes, exchange.sent_bytes
-            began_at = time.monotonic()
-            hidden = _sweep(session, spec, batch, pages, layers=spec.num_layers)
-            taken = time.monotonic() - began_at
-            assert bool(torch.isfinite(hidden).all()), "the sweep gave no numbers"
-            copied = session.model.streamer.copied_bytes - before
-            rows.put(
-                {
-                    "what": "dslp",
-                    "rank": rank,
-                    "ranks": ranks,
-                    "tokens": length,
-                    "ttft_s": taken,
-                    "tokens_per_s": length / taken,
-                    "speedup": seconds[length] / taken if length in seconds else None,
-                    "link_alone_gb_per_s": alone,
-                    "link_together_gb_per_s": both,
-                    "h2d_gb_per_s": copied / taken / 1e9,
-                    "h2d_ratio": copied / taken / 1e9 / both,
-                    "sent_gb": (exchange.sent_bytes - sent) / 1e9,
-                    "exchange_s_per_layer": _exchange_seconds(exchange, session, spec, length),
-                    "peak_gib": torch.cuda.max_memory_reserved(gpu.device) / 2**30,
-                }
-            )
-        dist.barrier(device_ids=[rank])
+                links.append(link_gb_per_s(sources, gpu.device))
+        peers.barrier()
+        links.append(link_gb_per_s(sources, gpu.device, rounds=6))
+        for length in task.together:
+            row = _sweep_row(session, task, length, peers.barrier)
+            joint = links[-1]
+            row |= {"what": "dslp", "rank": rank, "ranks": task.ranks}
+            row |= {"link_alone_gb_per_s": links[0], "link_together_gb_per_s": joint}
+            row |= {"h2d_ratio": row["moved_gb_per_s"] / joint}
+            if length in seconds:
+                gains = [a / row[b] for a, b in zip(seconds[length], _TIMES, strict=True)]
+                row |= {"speedup": gains[0], "steady_speedup": gains[1]}
+            row |= _exchange_times(exchange, session, task.spec, length, row["ttft_s"])
+            task.rows.put(row)
+        peers.barrier()
         session.close()
-    rows.close()
-    rows.join_thread()
-    dist.destroy_process_group()
+    task.rows.close()
+    task.rows.join_thread()
+    os._exit(0)
 
 
-def _sweep(
-    session: PrefillSession, spec: ModelSpec, batch: Any, pages: KvPages, *, layers: int
-) -> torch.Tensor:
-    hidden = session.model.embed(batch.token_ids)
-    for layer in range(min(layers, spec.num_layers)):
-        hidden = session.model.forward_layer(layer, hidden, batch, pages)
-    torch.cuda.synchronize()
-    return hidden
+def _session(gpu: Any, task: _Task, exchange: Exchange | None) -> PrefillSession:
+    session = PrefillSession(
+        task.spec,
+        task.weights,
+        gpu,
+        wanted_tokens=max(*task.single, *task.together),
+        quantize_from=task.quantize_from,
+        exchange=exchange,
+    )
+    session.ranges.wait(session.ranges.num_ranges - 1)
+    session.model.streamer.queues = TimedQueues(session.model.streamer.queues)
+    return session
 
 
-def _exchange_seconds(
-    exchange: Exchange, session: PrefillSession, spec: ModelSpec, length: int
-) -> float:
-    """What a routed layer's communication takes by itself: rows of all, and partial sums back."""
+def _alone(gpu: Any, sources: Sequence[Tensor], task: _Task) -> dict[int, list[float]]:
+    """Rows of this GPU by itself; seconds by length of prompt."""
+    session = _session(gpu, task, None)
+    seconds = {}
+    for length in task.single:
+        link = link_gb_per_s(sources, gpu.device)
+        row = _sweep_row(session, task, length, torch.cuda.synchronize)
+        row |= {"what": "slp", "link_gb_per_s": link, "h2d_ratio": row["moved_gb_per_s"] / link}
+        seconds[length] = [row[name] for name in _TIMES]
+        task.rows.put(row)
+    session.close()
+    del session
+    gc.collect()
+    torch.cuda.empty_cache()
+    return seconds
+
+
+def _sweep_row(
+    session: PrefillSession, task: _Task, length: int, barrier: Callable[[], None]
+) -> dict[str, Any]:
+    spec, model = task.spec, session.model
+    queues: Any = model.streamer.queues
+    batch = batch_of(spec, length)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    # The end of a sweep, after which copies run ahead into the next one.
+    hidden = model.embed(batch.token_ids)
+    for layer in (*range(_WARM_LAYERS), spec.num_layers - 1):
+        hidden = model.forward_layer(layer, hidden, batch, task.pages)
+    barrier()
+    queues.begin()
+    began_at, ends = time.perf_counter(), []
+    for _ in range(2 if length <= _MOST_STEADY_TOKENS else 1):
+        # Ends when the last layer's states are there; copies for the next sweep go on.
+        hidden = model.forward(batch, task.pages)
+        ends.append(time.perf_counter() - began_at)
+    account = queues.account(ends[-1])
+    assert bool(torch.isfinite(hidden).all()), "the sweep gave no numbers"
+    return {
+        "tokens": length,
+        "ttft_s": ends[0],
+        "steady_s": ends[-1] - ends[0] if len(ends) > 1 else ends[0],
+        "tokens_per_s": length / ends[0],
+        **account,
+        "expert_slots": session.plan.expert_slots,
+        "dense_slots": session.plan.dense_slots,
+        "peak_gib": torch.cuda.max_memory_reserved(model.device) / 2**30,
+    }
+
+
+def _exchange_times(
+    exchange: Exchange, session: PrefillSession, spec: ModelSpec, length: int, taken: float
+) -> dict[str, float]:
+    """What a routed layer's communication takes by itself: everybody's rows, partial sums back.
+
+    The first of them travels while the shared experts compute, so that the share is an upper bound.
+    """
     portion = portion_of(batch_of(spec, length), exchange.rank, exchange.world_size)
-    count = len(portion.positions)
     device = session.model.device
-    mine = torch.zeros(count, spec.hidden_size, dtype=torch.bfloat16, device=device)
+    mine = torch.zeros(
+        len(portion.positions), spec.hidden_size, dtype=torch.bfloat16, device=device
+    )
     partial = torch.zeros(length, spec.hidden_size, device=device)
-    found = []
-    for _ in range(3):
-        torch.cuda.synchronize(device)
-        began_at = time.monotonic()
-        exchange.gather(mine, portion)
-        exchange.reduce(partial, portion)
-        torch.cuda.synchronize(device)
-        found.append(time.monotonic() - began_at)
-    return min(found)
+    best = [float("inf")] * 2
+    before = exchange.sent_bytes
+    for _ in range(4):
+        for index in (0, 1):
+            torch.cuda.synchronize(device)
+            began_at = time.perf_counter()
+            if index == 0:
+                exchange.gather(mine, portion)
+            else:
+                exchange.reduce(partial, portion)
+            torch.cuda.synchronize(device)
+            best[index] = min(best[index], time.perf_counter() - began_at)
+    num_routed = sum(isinstance(layer.ffn, MoeFfnSpec) for layer in spec.layers)
+    return {
+        "sent_gb_per_layer": (exchange.sent_bytes - before) / 4e9,
+        "gather_s_per_layer": best[0],
+        "reduce_s_per_layer": best[1],
+        "exchange_share": sum(best) * num_routed / taken,
+    }
