@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kMaxTokens = 8;
 
-// `num_bytes` of the block are there: all but at the end of a row, where nothing is prefetched.
+// `num_bytes` of the block are there: all but at the end of a row.
 template <class F, int kRows, int kTokens, bool kIsWhole>
 inline void multiply_block(const typename F::Tables& tables, const typename F::Row* rows,
                            const std::byte* const* data, std::int64_t block, std::int64_t num_bytes,
@@ -27,6 +27,10 @@ inline void multiply_block(const typename F::Tables& tables, const typename F::R
     if constexpr (kIsWhole) {
 #pragma GCC unroll 16
         for (std::int64_t at = 0; at < kRows * F::kBlockBytes; at += 64) {
+            _mm_prefetch(reinterpret_cast<const char*>(ahead + at), _MM_HINT_T1);
+        }
+    } else {
+        for (std::int64_t at = 0; at < kRows * num_bytes; at += 64) {
             _mm_prefetch(reinterpret_cast<const char*>(ahead + at), _MM_HINT_T1);
         }
     }
@@ -60,18 +64,26 @@ inline void multiply_block(const typename F::Tables& tables, const typename F::R
     }
 }
 
+// Whether a row's end weighs as much as the rest of it.
+inline bool is_short(const Matrix& m) { return m.columns <= 1024; }
+
 // How far prefetches run ahead of the loads. Measured on Zen 4 with one token and single rows, as
 // shares of the speed of the memory: BF16 0.93 at 3 KiB, 0.84 at 4 KiB, 0.73 at 8 KiB and beyond,
-// 0.80 without; FP8 0.97 at 8.5 KiB, 0.95 at 8 and 0.94 at 12 KiB, 0.91 at 24 KiB, 0.75 at 4 KiB:
-// multiples of a page are worse than what lies between. Four rows at a time want the rest of the
-// fourth and some more.
+// 0.80 without, but short rows 0.96 at 5.5 KiB and 0.75 at 3 KiB; FP8 0.97 at 8.5 KiB, 0.95 at 8
+// and 0.94 at 12 KiB, 0.91 at 24 KiB, 0.75 at 4 KiB: multiples of a page are worse than what lies
+// between. Several rows at a time want the rest of the last, and nibbles some more.
 template <class F>
 inline std::int64_t ahead_bytes(const Matrix& m, std::int64_t num_tokens, int num_rows) {
     if (num_tokens > 1) {
         return 32 << 10;
     }
-    const std::int64_t rest = num_rows == 1 ? 0 : m.row_bytes * 9 / 2;
-    return rest + (std::is_same_v<F, Bf16> ? 3 << 10 : num_rows == 1 ? 17 << 9 : 8 << 10);
+    if (std::is_same_v<F, Bf16> && num_rows == 1) {
+        return is_short(m) ? 11 << 9 : 3 << 10;
+    }
+    if (num_rows < 4) {
+        return m.row_bytes * (num_rows - 1) + (17 << 9);
+    }
+    return m.row_bytes * 9 / 2 + (std::is_same_v<F, Bf16> ? 3 << 10 : 8 << 10);
 }
 
 // The scales to prefetch with each block of kRows rows from `row` on: a row's own scales are a
@@ -142,7 +154,7 @@ inline void multiply_tile(const typename F::Tables& tables, const Matrix& m,
     const std::int64_t left = packed_bytes_of<F>(m) - full * F::kBlockBytes;
     if (left > 0) {
         multiply_block<F, kRows, kTokens, false>(tables, rows, data, full, left, tokens, sums,
-                                                 nullptr, totals);
+                                                 ahead, totals);
     }
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
@@ -198,18 +210,20 @@ constexpr RowsFunction<F> rows_function(std::int64_t num_tokens,
 }
 
 // How many rows share the loads of activations. For one token a single row is the best reader of
-// DRAM on Zen 4, but nibbles, whose rows are short, share what a row costs besides its weights, and
-// activations that crowd L1 out are shared (16,384 columns: 0.87 of the speed of the memory
-// against 0.43).
+// DRAM on Zen 4, but nibbles share what a row costs besides its weights, and so do short rows of
+// FP8 (576 columns: 1.1 times the speed of a single one or of four); and activations that crowd L1
+// out are shared (16,384 columns: 0.87 of the speed of the memory against 0.43).
 template <class F>
 int rows_per_tile(const Matrix& m, std::int64_t num_tokens) {
     static const bool kWantsRows = wants_several_rows();
-    constexpr std::int64_t kShort = 1024;
     constexpr std::int64_t kLong = 10240;
     if (num_tokens > 1) {
         return num_tokens == 2 ? 4 : 2;
     }
-    return kWantsRows || F::kBlockBytes == 64 || m.columns <= kShort || m.columns > kLong ? 4 : 1;
+    if (kWantsRows || F::kBlockBytes == 64 || m.columns > kLong) {
+        return 4;
+    }
+    return is_short(m) && !std::is_same_v<F, Bf16> ? 2 : 1;
 }
 
 // Rows [begin, end) times up to kMaxTokens tokens.
