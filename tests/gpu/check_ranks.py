@@ -139,7 +139,7 @@ def check_stacks(folder: Path, devices: tuple[str, ...], vram_gib: float) -> lis
 def _with_stack(
     folder: Path, devices: tuple[str, ...], vram_gib: float, place: Path, *checks: Any
 ) -> list[_Row]:
-    prefix = f"hwranks-{len(devices)}"
+    prefix = f"hwstack-{len(devices)}"
     settings = {
         "model.path": str(folder),
         "shm.prefix": prefix,
@@ -172,7 +172,8 @@ def _with_stack(
         subprocess.run(
             [*program, "down", "--release", *flags], check=False, stdout=subprocess.DEVNULL
         )
-        assert not any(prefix in entry.name for entry in Path("/dev/shm").iterdir())
+        left = [e.name for e in Path("/dev/shm").iterdir() if e.name.startswith(f"{prefix}.")]
+        assert left == [], left
 
 
 def _status() -> pb.GetPrefillStatusResponse:

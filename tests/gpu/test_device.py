@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from typing import Any
 
 import pytest
 import torch
 
+from headwater.config import GpuConfig, load_config
 from headwater.errors import ConfigError, ResourceError
-from headwater.gpu.device import find_gpu
+from headwater.gpu.device import device_for_decode, devices_for_prefill, find_gpu
 from headwater.gpu.host_ranges import HostRange, RegisteredRanges
 
 
@@ -42,6 +44,37 @@ def test_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_such_device(fake_cuda: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"gpu.device: is 3, but there are 1 CUDA devices"):
         find_gpu(3)
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "prefill", "decode"),
+    [
+        (1, {}, ("cuda:0",), 0),
+        (2, {}, ("cuda:0", "cuda:1"), 1),
+        (4, {"device": 2}, ("cuda:2", "cuda:3"), 3),
+        (2, {"decode_device": 0}, ("cuda:1", "cuda:0"), 0),
+        (2, {"prefill_devices": "cuda:0", "decode_device": 1}, ("cuda:0",), 1),
+        (2, {"prefill_devices": "cuda:1, cuda:0"}, ("cuda:1", "cuda:0"), 0),
+        (0, {"prefill_devices": "cpu, cpu"}, ("cpu", "cpu"), 0),
+    ],
+)
+def test_who_computes_where(
+    fake_cuda: pytest.MonkeyPatch,
+    count: int,
+    settings: dict[str, Any],
+    prefill: tuple[str, ...],
+    decode: int,
+) -> None:
+    fake_cuda.setattr(torch.cuda, "device_count", lambda: count)
+    config = GpuConfig(**settings)
+    assert devices_for_prefill(config) == prefill
+    assert device_for_decode(config) == decode
+
+
+@pytest.mark.parametrize("text", ["", "cuda", "cuda:0, cpu", "0,1", "cuda:0;cuda:1"])
+def test_devices_that_nobody_knows(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set: gpu.prefill_devices: "):
+        load_config(config_file=None, environ={}, assignments=[f"gpu.prefill_devices={text}"])
 
 
 def test_too_old(fake_cuda: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,10 +101,37 @@ def test_memory_goes_to_prompts_and_rings_in_turn() -> None:
     small, middle, large = _plan(12, 65536), _plan(16, 65536), _plan(32, 65536)
     assert small.expert_slots == middle.expert_slots == 21
     assert small.max_tokens < middle.max_tokens < large.max_tokens == 65536
-    assert large.expert_slots == 43
+    # A layer of slots at least, and some of what is left over.
+    assert 43 < large.expert_slots < 3 * 43
     assert large.dense_slots == 2
     assert _plan(64, 65536).dense_slots == 61
     assert _plan(1000, 65536).expert_slots == 58 * 43
+
+
+def test_copies_run_ahead_over_the_first_layers_which_have_no_experts() -> None:
+    spec = ModelSpec.from_config(make_config("deepseek-v3"), "config.json")
+    layout: Any = _Sizes()
+    layout.layers = [type("Layer", (), {"groups": ()})] * 3 + layout.layers[3:]
+    assert plan_memory(spec, layout, 40 * GIB, 8192).dense_slots == 3 + 2
+
+
+def test_a_ring_never_holds_more_than_three_layers_unless_it_holds_all() -> None:
+    assert _plan(300, 8192).expert_slots == 3 * 43
+
+
+def test_ranks_divide_a_stripes_share_and_need_more_for_what_they_exchange() -> None:
+    spec = ModelSpec.from_config(make_config("deepseek-v3"), "config.json")
+    alone, two, four = (token_bytes(spec, ranks) for ranks in (1, 2, 4))
+    assert two - four == pytest.approx(alone / 4, abs=2)
+    assert two > alone
+
+
+def test_slots_are_large_enough_for_every_layout_that_uses_them() -> None:
+    spec = ModelSpec.from_config(make_config("deepseek-v3"), "config.json")
+    small, large = _Sizes(), _Sizes()
+    small.ring_sizes = lambda ring: (9, 1 << 20)  # type: ignore[method-assign]
+    plan = plan_memory(spec, small, 20 * GIB, 128, others=[large])  # type: ignore[arg-type,list-item]
+    assert plan.ring_bytes == plan.dense_slots * (600 << 20) + plan.expert_slots * 6 * 44_040_192
 
 
 def test_too_little_memory_is_a_sentence() -> None:

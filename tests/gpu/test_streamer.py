@@ -237,3 +237,34 @@ def test_no_room_for_a_ring_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(ResourceError, match=r"cpu: no room for 2 ring slots of 100 bytes; lower"):
         ring_memory(2, 100, CPU)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_two_streamers_take_turns_in_one_memory(seed: int) -> None:
+    """Each drops what it had copied ahead; nothing is overwritten that is still to be read."""
+    works = _Work(layers=3, groups=2), _Work(layers=4, groups=3)
+    queues = DeferredQueues(seed)
+    memory = [ring_memory(2, 256, CPU), ring_memory(3, 1024, CPU)]
+    streamers = []
+    for work in works:
+        counts = [sum(item.ring == ring for item in work.items) for ring in (0, 1)]
+        rings = [Ring(n, b, m) for n, b, m in zip(counts, (256, 1024), memory, strict=True)]
+        streamers.append(Streamer(work.items, rings, queues))
+    chooser, wrong = random.Random(seed), list[object]()
+    for turn in (0, 1, 1, 0, 1, 0, 0):
+        if turn != chooser.randrange(2):
+            queues.run_some(5)
+        for streamer in streamers:
+            streamer.forget()
+        for item in works[turn].items:
+            parts = streamers[turn].take(item.key)
+
+            def check(parts: list[Tensor] = parts, item: StreamItem = item) -> None:
+                if not all(map(torch.equal, parts, item.parts)):
+                    wrong.append(item.key)
+
+            queues.compute(check)
+            streamers[turn].release()
+            queues.run_some(chooser.randrange(4))
+    queues.run_all()
+    assert wrong == []

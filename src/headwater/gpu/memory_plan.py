@@ -29,6 +29,8 @@ HEADS_ELEMENTS = 1 << 26
 RESERVE_BYTES = 1 << 30
 _LEAST_TOKENS = 128
 _LEAST_SLOTS = 2
+# Layers of experts in a ring that does not hold them all.
+_MOST_LAYERS = 3
 _GIB = 2**30
 
 
@@ -76,7 +78,8 @@ def plan_memory(
 
     First the least of everything, then half a layer of expert slots, then tokens as wanted, then a
     whole layer of slots, then the dense weights that copies run ahead over, then all of them, then
-    all experts, each as far as it goes. Slots are as large as `layout` and `others` need them.
+    all experts or else some more layers, each as far as it goes. Slots are as large as `layout` and
+    `others` need them.
 
     Raises ResourceError when the least does not fit.
     """
@@ -112,10 +115,12 @@ def plan_memory(
     if for_rest <= left:
         left -= for_rest
         dense_slots = dense_items
-    for_rest = (expert_items - expert_slots) * expert_bytes
-    if for_rest <= left:
-        left -= for_rest
+    if (expert_items - expert_slots) * expert_bytes <= left:
         expert_slots = expert_items
+    else:
+        # What is copied ahead while the first layers, which have no experts, are computed.
+        most = min(_MOST_LAYERS * per_layer, expert_items)
+        expert_slots += spend(most - expert_slots, expert_bytes)
     ring_bytes = dense_slots * dense_bytes + expert_slots * expert_bytes
     return MemoryPlan(
         dense_slots, expert_slots, tokens, ring_bytes, fixed_bytes(spec) + tokens * per_token

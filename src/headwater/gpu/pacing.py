@@ -1,7 +1,7 @@
 """Rests between copies, so that others get their share of host memory.
 
 Owns how long: as long as the copy before took, times what its share leaves to others. What a copy
-takes is measured on the queue itself, now and then; the host never waits for it.
+takes is measured on the queue itself, seldom, as that costs time; the host never waits for it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 _NANO = 1e9
 # What the newest measurement counts for.
 _NEWEST = 0.25
+# Copies from one measurement to the next.
+_EVERY = 512
 
 
 class Pacer:
@@ -22,20 +24,22 @@ class Pacer:
         self._stream = stream
         self._events: Any = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._timed_bytes = 0
+        self._until_next = 0
         self.seconds_per_byte = 0.0
 
-    def before(self, num_bytes: int) -> None:
-        """A copy of so many bytes is queued next; to be called with the stream current."""
-        if self._timed_bytes == 0:
-            self._timed_bytes = -num_bytes
+    def before(self) -> None:
+        """A copy is queued next; to be called with the stream current."""
+        self._until_next -= 1
+        if self._until_next < 0 and not self._timed_bytes:
+            self._until_next = _EVERY
             self._events[0].record(self._stream)
 
     def after(self, num_bytes: int, share: float) -> None:
-        """It has been queued; queues a rest behind it if `share`, in (0, 1], is less than one."""
-        if self._timed_bytes < 0:
+        """So many bytes have been queued; a rest comes behind if `share`, in (0, 1], is below 1."""
+        if self._until_next == _EVERY:
             self._events[1].record(self._stream)
             self._timed_bytes = num_bytes
-        elif self._timed_bytes > 0 and self._events[1].query():
+        elif self._timed_bytes and self._events[1].query():
             taken = self._events[0].elapsed_time(self._events[1]) / 1e3 / self._timed_bytes
             known = self.seconds_per_byte or taken
             self.seconds_per_byte = known + _NEWEST * (taken - known)

@@ -14,6 +14,7 @@ from torch import Tensor
 from headwater.errors import ResourceError
 from headwater.gpu.attention import Context, add_attention, normalised
 from headwater.gpu.dense import DenseWeights, add_gated_network
+from headwater.gpu.embedding import Embedding
 from headwater.gpu.kv_export import KvExport
 from headwater.gpu.layout import DENSE_RING, EXPERT_RING, ModelLayout, expert_range, view_parts
 from headwater.gpu.memory_plan import SLICE_TOKENS, MemoryPlan
@@ -48,8 +49,8 @@ class StreamedModel:
 
     With an `exchange` it is one of several ranks that compute every prompt together, each a stripe
     of its tokens and a run of every layer's experts, which `layout` must have been made for. All
-    ranks are called alike; before the first layer and after the last one hidden states are whole,
-    in between each rank has those of its own rows.
+    ranks are called alike; after the last layer hidden states are whole, until then each rank has
+    those of its own rows.
 
     `memory` is that of both rings, where several models use it in turn: see Streamer.forget.
 
@@ -76,6 +77,7 @@ class StreamedModel:
         self._layout = layout
         self._quantize_from = quantize_from
         self._exchange = exchange
+        self._embedding = Embedding(weights.tensor("embed"), self.device)
         sizes = [layout.ring_sizes(ring) for ring in (DENSE_RING, EXPERT_RING)]
         if memory is None:
             memory = [
@@ -92,12 +94,15 @@ class StreamedModel:
         self._positions: Positions | None = None
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Token ids, int64 [T] on the host -> FP32 [T, hidden] on the device; begins a sweep."""
+        """Token ids, int64 [T] on the host -> FP32 [T, hidden] on the device; begins a sweep.
+
+        With several ranks the ids themselves, [T, 1]: each rank looks up those of its own rows.
+        """
         self.streamer.reset()
         if self.device.type == "cuda":
             # Triton launches on the thread's own current device.
             torch.cuda.set_device(self.device)
-        return self._weights.tensor("embed")[token_ids].to(self.device).float()
+        return token_ids[:, None] if self._exchange is not None else self._embedding.rows(token_ids)
 
     def forward_layer(self, index: int, hidden: Tensor, batch: Batch, pages: KvPages) -> Tensor:
         """One layer, in place: FP32 [T, hidden] on the device. The layer's KV is in `pages` after.
@@ -120,7 +125,7 @@ class StreamedModel:
         portion, positions = self._portion_of(batch)
         exchange = self._exchange
         if exchange is not None and index == 0:
-            hidden = hidden[portion.rows_by_rank[exchange.rank].to(self.device)]
+            hidden = self._embedding.rows(hidden[portion.rows_by_rank[exchange.rank], 0])
         is_quantized = len(batch.token_ids) >= self._quantize_from
         parts = self.streamer.take(layer.dense_key)
         weights = DenseWeights(

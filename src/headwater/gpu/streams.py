@@ -67,7 +67,7 @@ class CudaQueues:
         """See Queues."""
         num_bytes = sum(source.numel() for source in sources)
         with torch.cuda.stream(self._copies):
-            self._pacer.before(num_bytes)
+            self._pacer.before()
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             self._pacer.after(num_bytes, share)

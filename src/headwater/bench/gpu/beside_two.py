@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from multiprocessing.connection import Connection
 
-_STEPS_ALONE = 15
+_STEPS_WARM, _STEPS_ALONE = 40, 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +68,21 @@ def bench_beside_two(
         )
         assert prefill.recv() == "ready"
         with torch.inference_mode():
-            _steps(decoder, batch, context, lambda count: count < 4)
-            alone = _steps(decoder, batch, context, lambda count: count < _STEPS_ALONE)
+            _steps(decoder, batch, context, lambda count: count < _STEPS_WARM)
             prefill.send(("sweep", 1.0))
             sweep_alone: float = prefill.recv()
+            alone = _steps(decoder, batch, context, lambda count: count < _STEPS_ALONE)
             yield _row("alone", batch, alone, alone) | {"sweep_s": sweep_alone, "tokens": tokens}
             for share in shares:
                 for work in ("copies", "sweep"):
                     prefill.send((work, share))
                     beside = _steps(decoder, batch, context, lambda _: not prefill.poll())
                     seconds: float = prefill.recv()
-                    row = _row(work, batch, beside, alone)
+                    # Steps without it just before and just after: machines drift.
+                    after = _steps(decoder, batch, context, lambda count: count < _STEPS_ALONE)
+                    row = _row(work, batch, beside, alone + after)
+                    alone = after
                     yield row | {"copy_share": share, "work_s": seconds}
-            again = _steps(decoder, batch, context, lambda count: count < _STEPS_ALONE)
-            yield _row("alone again", batch, again, alone)
         prefill.send(("end", 1.0))
 
 
