@@ -80,7 +80,8 @@ def _print(found: dict[str, Any]) -> None:
         if row["problem"]:
             print(f"{row['place']}: {row['problem']}")
     for way in found["ways"]:
-        print(f"\n{way['gpus'] or 'no'} GPU{'s' if way['gpus'] != 1 else ''}")
+        through = f", up to {way['sweep_tokens']} tokens a sweep" if way["gpus"] else ""
+        print(f"\n{way['gpus'] or 'no'} GPU{'s' if way['gpus'] != 1 else ''}{through}")
         print_table(
             ("prompt", "first token", "tokens/s", "copies alone", "computing alone"),
             [

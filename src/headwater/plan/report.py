@@ -50,10 +50,10 @@ def make_plan(spec: ModelSpec, machine: Machine) -> dict[str, Any]:
     memory, sweep_tokens, has_decode = _memory(spec, model, machine)
     ways = []
     for num_gpus in range(len(machine.gpus) + 1):
-        if num_gpus and not sweep_tokens:
+        if num_gpus and not sweep_tokens[num_gpus]:
             break
         threshold = quantize_from(model, machine) if num_gpus else 0
-        decode_gpus = num_gpus if has_decode else 0
+        decode_gpus = min(1, num_gpus) if has_decode else 0
         prompts = [
             {"tokens": tokens}
             | _with_rate(
@@ -62,7 +62,7 @@ def make_plan(spec: ModelSpec, machine: Machine) -> dict[str, Any]:
                     machine,
                     tokens,
                     num_gpus=num_gpus,
-                    sweep_tokens=sweep_tokens or _MOST_SWEEP_TOKENS,
+                    sweep_tokens=sweep_tokens[num_gpus],
                     quantize_from=threshold,
                 ),
                 tokens,
@@ -78,6 +78,7 @@ def make_plan(spec: ModelSpec, machine: Machine) -> dict[str, Any]:
         ways.append(
             {
                 "gpus": num_gpus,
+                "sweep_tokens": sweep_tokens[num_gpus] if num_gpus else 0,
                 "prompts": prompts,
                 "steps": steps,
                 "two_streams_per_s": two_streams_per_second(
@@ -100,10 +101,9 @@ def _with_rate(found: Any, tokens: int) -> dict[str, float]:
 
 def _memory(
     spec: ModelSpec, model: Footprint, machine: Machine
-) -> tuple[list[DeviceMemory], int, bool]:
-    """Host and GPUs; the tokens of a sweep that fit beside decode, 0 when none do; and whether
-    the first GPU has room for decode."""
-    has_decode = False
+) -> tuple[list[DeviceMemory], list[int], bool]:
+    """Host and GPUs; the tokens of a sweep through so many GPUs, 0 when none fit; and whether the
+    last GPU, which is decode's, has room for it beside a sweep's."""
     pool = _POOL_CONTEXTS * spec.max_context_tokens * model.kv_token_bytes
     weights = model.weight_bytes
     missing = weights - machine.dram_gib * _GIB
@@ -118,43 +118,54 @@ def _memory(
             f"{missing / _GIB:.0f} GiB of memory are missing" if missing > 0 else "",
         )
     ]
-    sweep_tokens = _MOST_SWEEP_TOKENS
     per_layer = model.expert_bytes / max(1, model.num_routed)
     dense = (model.streamed_bytes - model.expert_bytes) / model.num_layers
+    sweep_tokens = [_MOST_SWEEP_TOKENS]
+    has_decode = False
+    count = len(machine.gpus)
+    left = []
     for index, gpu in enumerate(machine.gpus):
-        vram, problem = gpu.vram_gib * _GIB, ""
-        decode_weights = decode_kv = taken = 0.0
-        if index == 0:
-            try:
-                plan = plan_decode(
-                    spec,
-                    model.resident_bytes,
-                    int(_DECODE_SHARE * vram),
-                    wanted_rows=_WANTED_ROWS,
-                    wanted_context=spec.max_context_tokens,
-                )
-                decode_weights = plan.weight_bytes
-                decode_kv = plan.cache_bytes + plan.scratch_bytes
-                taken = plan.total_bytes
-                has_decode = True
-            except ResourceError as error:
-                problem = f"answers on the CPU: {error}"
-        left = vram - taken
-        # Half a layer of experts and two layers of the rest, at least.
-        least = fixed_bytes(spec) + per_layer / 2 + 2 * dense
-        tokens = int((left - least) // token_bytes(spec))
+        problem = ""
+        kept = (0.0, 0.0, 0.0)
+        if index == count - 1:
+            kept, problem = _decode_memory(spec, model, gpu.vram_gib)
+            has_decode = not problem
+        left.append(gpu.vram_gib * _GIB - kept[2])
+        # Prompts through this many GPUs: each has half a layer of its experts, two of the rest.
+        ranks = index + 1
+        least = fixed_bytes(spec) + per_layer / 2 / ranks + 2 * dense
+        per_token = token_bytes(spec, ranks)
+        tokens = int((min(left) - least) // per_token)
         if tokens < _LEAST_SWEEP_TOKENS:
-            problem = f"prompts on the CPU: {(least - left) / _GIB:.1f} GiB are missing"
+            problem = f"prompts on the CPU: {(least - min(left)) / _GIB:.1f} GiB are missing"
             tokens = 0
-        sweep_tokens = min(sweep_tokens, tokens)
+        sweep_tokens.append(min(tokens, _MOST_SWEEP_TOKENS))
         rows.append(
             DeviceMemory(
                 f"GPU {index}: {gpu.name}",
                 gpu.vram_gib,
-                decode_weights / _GIB,
-                decode_kv / _GIB,
-                (least + min(tokens, _MOST_SWEEP_TOKENS) * token_bytes(spec)) / _GIB,
+                kept[0] / _GIB,
+                kept[1] / _GIB,
+                (least + sweep_tokens[-1] * per_token) / _GIB,
                 problem,
             )
         )
     return rows, sweep_tokens, has_decode
+
+
+def _decode_memory(
+    spec: ModelSpec, model: Footprint, vram_gib: float
+) -> tuple[tuple[float, float, float], str]:
+    """Bytes of decode's weights, of its keys, values and scratch, and of all; or what is wrong."""
+    try:
+        plan = plan_decode(
+            spec,
+            model.resident_bytes,
+            int(_DECODE_SHARE * vram_gib * _GIB),
+            wanted_rows=_WANTED_ROWS,
+            wanted_context=spec.max_context_tokens,
+        )
+    except ResourceError as error:
+        return (0.0, 0.0, 0.0), f"answers on the CPU: {error}"
+    kept = plan.weight_bytes, plan.cache_bytes + plan.scratch_bytes, plan.total_bytes
+    return (float(kept[0]), float(kept[1]), float(kept[2])), ""
