@@ -35,10 +35,30 @@ def add_bench_subjects(
         subject.add_argument("--threads", type=int, help="default: one per usable core")
         subject.add_argument("--experts", type=int, default=16, help="resident experts of moe")
         _add_outputs(subject)
+    help_text = "prompts through several GPUs together, against one of them"
+    _add_dslp(
+        subjects.add_parser("dslp", parents=[settings], help=help_text, description=help_text)
+    )
     help_text = "a running stack, or any OpenAI endpoint, under load"
     _add_serve(
         subjects.add_parser("serve", parents=[settings], help=help_text, description=help_text)
     )
+
+
+def _add_dslp(dslp: argparse.ArgumentParser) -> None:
+    dslp.set_defaults(module="bench_dslp", function="bench_dslp")
+    dslp.add_argument("--shape", default="deepseek-v3", help="with random weights in FP8")
+    dslp.add_argument(
+        "--tokens", nargs="+", type=_at_least_one, default=[8192, 65536], help="of each prompt"
+    )
+    dslp.add_argument("--ranks", type=_at_least_one, default=2, help="GPUs; default 2")
+    dslp.add_argument(
+        "--distinct", type=_at_least_one, default=3, help="routed layers that differ; default 3"
+    )
+    dslp.add_argument(
+        "--vram", type=_above_zero, default=32.0, help="GiB of each GPU to use; default 32"
+    )
+    dslp.add_argument("--json", metavar="FILE", help="write the figures to a file")
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:

@@ -11,6 +11,8 @@ import gc
 import multiprocessing
 import os
 import queue
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from headwater.bench.gpu.link import link_gb_per_s
 from headwater.bench.gpu.random_model import RandomModel
 from headwater.bench.gpu.slp import batch_of, experts_of, pages_for, published_spec
 from headwater.bench.gpu.timeline import TimedQueues
+from headwater.errors import ConfigError
 from headwater.gpu.device import find_gpu
 from headwater.gpu.exchange import Exchange
 from headwater.gpu.peers import Peers
@@ -71,7 +74,11 @@ def bench_dslp(
     vram_gib: float,
     quantize_from: int,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one GPU at `single` prompt lengths, then of `ranks` of them at `together`."""
+    """Rows of one GPU at `single` prompt lengths, then of `ranks` of them at `together`.
+
+    Raises ConfigError when this process sees fewer GPUs.
+    """
+    _check_gpus(ranks)
     spec = published_spec(shape)
     began_at = time.monotonic()
     weights = RandomModel(spec, distinct)
@@ -104,6 +111,16 @@ def bench_dslp(
         finally:
             for process in processes:
                 process.kill()
+
+
+def _check_gpus(ranks: int) -> None:
+    # In a process of its own: this one is forked, which must happen before CUDA starts.
+    program = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    if int(asked.stdout) < ranks:
+        raise ConfigError(
+            f"gpu: {ranks} CUDA devices are needed, this process sees {int(asked.stdout)}"
+        )
 
 
 def _rank(rank: int, task: _Task) -> None:
