@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 BASE = ROOT / "deploy" / "kubernetes" / "base"
 GPU = ROOT / "deploy" / "kubernetes" / "gpu"
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
-DECODES = ("decode", "decode-gpu", "decode-gpu2")
-PREFILLS = ("prefill", "prefill-gpu", "prefill-gpu2")
+DECODES = ("decode", "decode-gpu", "decode-gpu2", "decode-gpus")
+PREFILLS = ("prefill", "prefill-gpu", "prefill-gpu2", "prefill-gpus")
 OURS = (*DECODES, *PREFILLS, "router", "gateway", "model")
 
 
@@ -123,7 +123,7 @@ def test_profiles_differ_in_the_engines() -> None:
     assert always == {"memory", "model", "router", "gateway"}
     for variants in (DECODES, PREFILLS):
         profiles = [services[name]["profiles"] for name in variants]
-        assert profiles == [["cpu"], ["gpu"], ["gpu2"]]
+        assert profiles == [["cpu"], ["gpu"], ["gpu2"], ["gpus"]]
     devices = {
         name: each["deploy"]["resources"]["reservations"]["devices"][0]
         for name, each in services.items()
@@ -135,7 +135,16 @@ def test_profiles_differ_in_the_engines() -> None:
         "prefill-gpu": {**nvidia, "count": 1},
         "decode-gpu2": {**nvidia, "device_ids": ["1"]},
         "prefill-gpu2": {**nvidia, "device_ids": ["0"]},
+        "decode-gpus": {**nvidia, "count": "all"},
+        "prefill-gpus": {**nvidia, "count": "all"},
     }
+
+
+def test_who_shares_a_gpu_leaves_the_other_its_part() -> None:
+    """Without gpu.decode_vram_gib decode takes half of a GPU that prefill uses, or all of one."""
+    shared = {name: settings_of(name).gpu.prefill != "off" for name in DECODES[1:]}
+    assert shared == {"decode-gpu": True, "decode-gpu2": False, "decode-gpus": True}
+    assert settings_of("prefill-gpus").gpu.prefill_devices == "auto"
 
 
 def test_every_variable_is_explained() -> None:
