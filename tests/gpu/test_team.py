@@ -194,4 +194,5 @@ def test_a_prompt_of_a_pool_that_was_replaced_is_refused(rig: Rig, tiny_model: P
         error = rig.ask(PROMPTS[0]).end()
         assert isinstance(error, SegmentError)
         assert "the KV pool of the prompt has been replaced" in str(error)
+        assert team.num_lost == 0
         newer.close()

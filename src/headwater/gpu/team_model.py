@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headwater.errors import HeadwaterError, SegmentError, UnavailableError
+from headwater.errors import SegmentError, UnavailableError
 from headwater.gpu import rank_wire
 from headwater.gpu.team import LAYER_SECONDS, RankSettings, Team
 
@@ -58,7 +58,7 @@ class TeamModel:
         self._lock = threading.Lock()
         self._is_closed = False
         self._restart: threading.Thread | None = None
-        self._problem: HeadwaterError | None = None
+        self._problem: Exception | None = None
         self._failed_at = 0.0
         self._copied = [0] * len(settings.devices)
         self._copied_before = 0
@@ -120,14 +120,17 @@ class TeamModel:
             # Nobody waits for it: a rank that died in its sleep costs no prompt.
             self._give_up(team, UnavailableError("a rank died between prompts"))
             team = self._ready_team()
+        pool = None
+        if self._batch is None and num_devices is None:
+            pool = self._pool_of(pages)
         try:
             if self._batch is None:
-                self._begin(team, batch, pages, num_devices)
+                self._begin(team, batch, pages.block_tokens, pool, num_devices)
                 kept = None
             else:
                 kept = _kept_spans(self._batch, batch, hidden)
             return self._layer(team, index, batch, kept)
-        except (HeadwaterError, OSError) as error:
+        except Exception as error:
             self._give_up(team, error)
             raise
 
@@ -153,28 +156,40 @@ class TeamModel:
             self._team.end()
         self._team = None
 
-    def _begin(self, team: Team, batch: Batch, pages: KvPages, num_devices: int | None) -> None:
-        pool = None if num_devices is not None else self._attached(team, pages)
+    def _begin(
+        self,
+        team: Team,
+        batch: Batch,
+        block_tokens: int,
+        pool: tuple[int, KvWriter] | None,
+        num_devices: int | None,
+    ) -> None:
+        if pool is not None:
+            self._attach(team, *pool)
         width = self._choose() if num_devices is None else num_devices
         self._at_work = team.ranks if width > 1 else team.ranks[:1]
         spans, payload = rank_wire.batch_fields(batch)
         fields = {
             "what": "sweep",
             "is_alone": width == 1,
-            "pool": pool,
+            "pool": None if pool is None else pool[0],
             "spans": spans,
-            "block_tokens": pages.block_tokens,
+            "block_tokens": block_tokens,
             "copy_share": self.copy_share,
         }
         team.tell(self._at_work, fields, payload)
         self._batch = batch
 
-    def _attached(self, team: Team, pages: KvPages) -> int:
-        """The number of the pool of `pages`, which all ranks have attached."""
+    def _pool_of(self, pages: KvPages) -> tuple[int, KvWriter]:
+        """The pool of `pages`, and its number."""
         with self._lock:
             if self._pool is None or self._pool[1].memory.pages is not pages:
                 raise SegmentError("the KV pool of the prompt has been replaced; ask for a lease")
-            number, writer = self._pool
+            return self._pool
+
+    @staticmethod
+    def _attach(team: Team, number: int, writer: KvWriter) -> None:
+        """All ranks have the pool from now on."""
         if team.pool_number != number:
             fields = {
                 "what": "pool",
@@ -185,7 +200,6 @@ class TeamModel:
             team.tell(team.ranks, fields, file_descriptors=(writer.fileno(),))
             team.answers(team.ranks, LAYER_SECONDS)
             team.pool_number = number
-        return number
 
     def _layer(self, team: Team, index: int, batch: Batch, kept: list[int] | None) -> Tensor:
         fields = {"what": "layer", "index": index, "copy_share": self.copy_share}
@@ -246,7 +260,7 @@ class TeamModel:
         try:
             self._team = Team(self._settings)
             logger.info("the ranks are back, after %.1f s", time.monotonic() - began_at)
-        except HeadwaterError as problem:
+        except Exception as problem:
             self._problem, self._failed_at = problem, time.monotonic()
             logger.error("the ranks could not be started again: %s", problem)
         with self._lock:
