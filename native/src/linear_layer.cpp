@@ -47,11 +47,14 @@ class LinearRun {
         std::byte* scratch = pool_.scratch(worker);
         auto** outputs = reinterpret_cast<float**>(scratch);
         scratch += ceil_div(num_tokens_ * static_cast<std::int64_t>(sizeof(float*)), 64) * 64;
-        for (std::int64_t task; (task = next_task_.fetch_add(1)) < num_tasks_;) {
+        // The next one is taken while a task is under way, which can then fetch its beginning.
+        for (std::int64_t task = next_task_.fetch_add(1); task < num_tasks_;) {
+            const std::int64_t next = next_task_.fetch_add(1);
             for (Backoff backoff; left_to_prepare_.load() > 0;) {
                 backoff.wait();
             }
-            run_task(task, outputs, scratch);
+            run_task(find(task), next < num_tasks_ ? find(next).data() : nullptr, outputs, scratch);
+            task = next;
         }
     }
 
@@ -60,6 +63,15 @@ class LinearRun {
         std::int64_t first_task;
         std::int64_t rows_per_task;
         int layout;
+    };
+    struct Task {
+        const LinearPart& part;
+        const Cut& cut;
+        std::int64_t begin;
+
+        const std::byte* data() const noexcept {
+            return part.matrix->data + begin * part.matrix->row_bytes;
+        }
     };
 
     // Parts whose tokens are prepared alike share them.
@@ -110,23 +122,28 @@ class LinearRun {
         }
     }
 
-    void run_task(std::int64_t task, float** outputs, std::byte* scratch) noexcept {
+    Task find(std::int64_t task) const noexcept {
         std::size_t i = parts_.size() - 1;
         while (cuts_[i].first_task > task) {
             --i;
         }
-        const LinearPart& part = parts_[i];
-        const std::int64_t begin = (task - cuts_[i].first_task) * cuts_[i].rows_per_task;
+        return {parts_[i], cuts_[i], (task - cuts_[i].first_task) * cuts_[i].rows_per_task};
+    }
+
+    void run_task(const Task& task, const std::byte* next, float** outputs,
+                  std::byte* scratch) noexcept {
+        const LinearPart& part = task.part;
         for (std::int64_t t = 0; t < num_tokens_; ++t) {
-            outputs[t] = part.output + t * part.output_stride + begin;
+            outputs[t] = part.output + t * part.output_stride + task.begin;
         }
         multiply_({.matrix = part.matrix,
-                   .row_begin = begin,
-                   .row_end = std::min(begin + cuts_[i].rows_per_task, part.matrix->rows),
-                   .tokens = tokens_ + cuts_[i].layout * num_tokens_,
+                   .row_begin = task.begin,
+                   .row_end = std::min(task.begin + task.cut.rows_per_task, part.matrix->rows),
+                   .tokens = tokens_ + task.cut.layout * num_tokens_,
                    .outputs = outputs,
                    .num_tokens = num_tokens_,
-                   .scratch = scratch});
+                   .scratch = scratch,
+                   .next = next});
     }
 
     WorkerPool& pool_;
