@@ -88,7 +88,10 @@ async def test_a_rank_that_is_killed_in_a_sweep_loses_no_request(
         again, _ = await collect(client.generate(PROMPT, GREEDY))
         # Together and alone ranks add in different orders; which way it goes is a matter of time.
         assert again[0][1] == pytest.approx(expected[0][1], abs=0.05)
-    assert _descriptors(prefill) == descriptors
+    async with asyncio.timeout(60):
+        # Connections close when they like.
+        while _descriptors(prefill) > descriptors:
+            await asyncio.sleep(0.05)
     assert [s.name for s in list_segments(f"{shm_prefix}.")] == [s.name for s in segments]
 
     ranks = _ranks(stack)
