@@ -17,11 +17,21 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver, jit
 
-from headwater.gpu.kernels import activations, combine, decode_steps, few_rows, grouped, handover
+from headwater.gpu.kernels import (
+    activations,
+    attend,
+    combine,
+    decode_steps,
+    few_rows,
+    gating,
+    grouped,
+)
 from headwater.gpu.kernels.experts import ExpertStack, Rows, Tiles
+from headwater.gpu.kernels.handover import add_and_norm
 from headwater.gpu.kernels.table import HEIGHTS
 from headwater.gpu.mailbox import Lane
-from headwater.model.layer_spec import MlaSpec, MoeFfnSpec, RopeSpec
+from headwater.gpu.resident import Norm
+from headwater.model.layer_spec import GqaSpec, MlaSpec, MoeFfnSpec, RopeSpec
 from tests.gpu.fake_cuda import FakeDriver
 
 HIDDEN, INTERMEDIATE, EXPERTS = 7168, 2048, 6
@@ -108,13 +118,14 @@ def _compile_others() -> None:
     x = _empty(100, HIDDEN, dtype=torch.bfloat16)
     places, weights = _empty(100, 8, dtype=torch.int32), _empty(100, 8)
     combine.add_weighted(_empty(100, HIDDEN), _empty(50, HIDDEN), places, weights, 3)
-    lane = Lane(1, 64, 8, torch.device("cpu"))
-    for count in (1, 3):
-        chosen = _empty(count, 8, dtype=torch.int64)
-        handover.post(lane, 2, _empty(count, HIDDEN), chosen, _empty(count, 8))
-        handover.add_answer(lane, 2, _empty(count, HIDDEN))
-    pieces, weight = _empty(3, 1, HIDDEN), _empty(HIDDEN)
-    decode_steps.add_and_norm(_empty(1, HIDDEN), pieces, weight, 1e-6, is_kept=True)
+    lane, norm = Lane(5, 64, 8, torch.device("cpu")), Norm(_empty(HIDDEN), 1e-6)
+    routed = MoeFfnSpec(256, 8, 2048, "sigmoid_bias_group", True, 2.5, 8, 4)
+    for count in (1, 3, 5):
+        hidden, pieces = _empty(count, HIDDEN), _empty(3, count, HIDDEN)
+        add_and_norm(hidden, pieces, None, norm, is_kept=True)
+        add_and_norm(hidden, pieces[:1], (lane, 2), norm, is_kept=False)
+        add_and_norm(hidden, None, (lane, 2), None, is_kept=False)
+        gating.choose(routed, hidden, _empty(256, HIDDEN), _empty(256), lane, 2)
     positions = _empty(1, dtype=torch.int64)
     rope = RopeSpec("default", 64, 1e4, is_interleaved=True)
     mla = MlaSpec(128, 1536, 512, 128, 64, 128, 0.1, rope)
@@ -122,10 +133,20 @@ def _compile_others() -> None:
     cache = _empty(1, 4096, 576, dtype=torch.bfloat16)
     norms = _empty(1536), _empty(512)
     decode_steps.mla_inputs(mla, _empty(8, 1, 2112), norms, angles, positions, cache, 1e-6)
-    decode_steps.mla_queries(mla, _empty(2, 1, 128 * 192), angles, positions)
-    decode_steps.masked_softmax(_empty(1, 128, 4096), positions)
-    gate = MoeFfnSpec(256, 8, 2048, "sigmoid_bias_group", True, 2.5, 8, 4)
-    decode_steps.choose(gate, _empty(1, 256), _empty(256))
+    matrix = _empty(128, 128, 512, dtype=torch.bfloat16)
+    decode_steps.mla_queries(mla, _empty(2, 1, 128 * 192), matrix, angles, positions)
+    latents = _empty(1, 128, 512)
+    shape = attend.CacheShape(1, 512, 64, 512, 0)
+    attend.attend(_empty(1, 128, 576), cache, positions, shape, 4096, latents)
+    decode_steps.mla_values(mla, latents, matrix.view(128, 512, 128))
+    gqa = GqaSpec(32, 4, 128, True, 0.1, RopeSpec("default", 128, 1e4))
+    cache = _empty(1, 4096, 2, 4, 128, dtype=torch.bfloat16)
+    angles = _empty(4096, 1, 64), _empty(4096, 1, 64)
+    norm = Norm(_empty(128), 1e-6)
+    decode_steps.gqa_inputs(gqa, _empty(2, 1, 40 * 128), (norm, norm), angles, positions, cache)
+    out = _empty(1, 32 * 128, dtype=torch.bfloat16)
+    shape = attend.CacheShape(4, 128, 0, 128, 512)
+    attend.attend(_empty(1, 32, 128), cache, positions, shape, 4096, out)
     if _capability >= FP8_CAPABILITY:
         activations.quantize(x)
         values = _empty(1536, HIDDEN, dtype=torch.float8_e4m3fn)
@@ -145,6 +166,7 @@ if __name__ == "__main__":
         driver.set_active(_driver)
         knobs.runtime.kernel_load_start_hook.add(_driver.expect)
         major_minor = divmod(_capability, 10)
-        grouped.capability_of = lambda _, found=major_minor: found  # type: ignore[attr-defined,misc]
+        for module in (grouped, attend):
+            module.capability_of = lambda _, found=major_minor: found  # type: ignore[attr-defined]
         _compile_products()
         _compile_others()

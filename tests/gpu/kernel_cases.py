@@ -4,6 +4,7 @@ A process of its own, since the interpreter is chosen when Triton is first impor
 per case: name and relative error. On a GPU, `python -m tests.gpu.kernel_cases cuda` compiles them.
 """
 
+# mypy: disable-error-code="import-untyped,import-not-found"
 from __future__ import annotations
 
 import itertools
@@ -14,19 +15,51 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from triton import knobs
 
 from headwater.gpu.decode_attention import Angles
-from headwater.gpu.kernels import activations, combine, decode_steps, few_rows, grouped, reference
+from headwater.gpu.kernels import (
+    activations,
+    combine,
+    decode_steps,
+    few_rows,
+    gating,
+    grouped,
+    reference,
+)
+from headwater.gpu.kernels.attend import CacheShape, attend
 from headwater.gpu.kernels.experts import ExpertStack, Format, Rows, Tiles, cut_into_tiles
+from headwater.gpu.kernels.handover import add_and_norm
+from headwater.gpu.mailbox import Lane
+from headwater.gpu.resident import Norm
 from headwater.model.expand import rows_of
 from headwater.model.gate import choose_experts
-from headwater.model.layer_spec import MlaSpec, MoeFfnSpec, RopeSpec
+from headwater.model.layer_spec import GqaSpec, MlaSpec, MoeFfnSpec, RopeSpec
 from tests.gpu.samples import random_stack, relative_error
 
 TOKENS, CHOICES = 24, 2
 # One expert without a row, one with one, one with more than a tile.
 COUNTS = (0, 1, 26, 21)
+# The latent form, twice, and the other one; none fills its blocks.
+CACHES = {
+    "latents": CacheShape(1, 24, 8, 24, 0),
+    "many latents": CacheShape(1, 260, 8, 260, 0),
+    "heads": CacheShape(3, 20, 0, 20, 60),
+}
 SHAPES = {"plain": (128, 160, 1), "ragged": (72, 96, 1), "shards": (256, 128, 2)}
+
+
+def _let_loops_end_at_loaded_numbers() -> None:
+    """Triton 3.6's interpreter takes a number of one dimension for one of none, as numpy did."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
 
 
 def cases(device: torch.device) -> Iterator[tuple[str, float]]:
@@ -46,12 +79,16 @@ def cases(device: torch.device) -> Iterator[tuple[str, float]]:
         yield f"few_rows {tokens}", _few(tokens, generator, device)
     yield "add_weighted", _combined(generator, device)
     yield "add_and_norm", _normed(generator, device)
-    yield "masked_softmax", _softmax(generator, device)
     for kind in ("softmax", "sigmoid_bias_group"):
-        yield f"choose {kind}", _chosen(kind, generator, device)
+        for tokens in (1, 9):
+            yield f"choose {kind} {tokens}", _chosen(kind, tokens, generator, device)
+    for name, cache in CACHES.items():
+        yield f"attend {name}", _attended(cache, generator, device)
+    yield "values", _values(generator, device)
     for is_interleaved in (False, True):
         name = "interleaved" if is_interleaved else "halves"
         yield from _mla(name, is_interleaved, generator, device)
+        yield from _gqa(name, is_interleaved, generator, device)
 
 
 def _combinations() -> Iterator[tuple[Format, bool, bool, str]]:
@@ -153,27 +190,49 @@ def _normed(generator: torch.Generator, device: torch.device) -> float:
     pieces = torch.randn(2, 3, 40, generator=generator)
     weight = torch.rand(40, generator=generator)
     ours = hidden.clone().to(device)
-    normal, rounded = decode_steps.add_and_norm(
-        ours, pieces.to(device), weight.to(device), 1e-6, is_kept=True
-    )
+    norm = Norm(weight.to(device), 1e-6)
+    _, rounded = add_and_norm(ours, pieces.to(device), None, norm, is_kept=False)
     expected = hidden + pieces.sum(dim=0)
-    assert relative_error(ours.cpu(), expected) < 1e-6
-    assert normal is not None
-    assert relative_error(rounded.cpu().float(), normal.cpu()) < 8e-3
-    return relative_error(normal.cpu(), functional.rms_norm(expected, (40,), weight, 1e-6))
+    assert rounded is not None
+    normal = functional.rms_norm(expected, (40,), weight, 1e-6)
+    assert relative_error(rounded.cpu().float(), normal) < 8e-3
+    add_and_norm(ours, pieces.to(device), None, None, is_kept=False)
+    return relative_error(ours.cpu(), expected + pieces.sum(dim=0))
 
 
-def _softmax(generator: torch.Generator, device: torch.device) -> float:
-    scores = torch.randn(2, 3, 24, generator=generator)
-    positions = torch.tensor([0, 17])
-    ours = decode_steps.masked_softmax(scores.to(device), positions.to(device)).cpu().float()
-    hidden = torch.arange(24)[None, None] > positions[:, None, None]
-    expected = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-    assert bool((ours[hidden.expand_as(ours)] == 0).all())
-    return relative_error(ours, expected)
+def _attended(shape: CacheShape, generator: torch.Generator, device: torch.device) -> float:
+    """Rows of one token, of some, and of enough to be cut in several parts."""
+    positions = torch.tensor([0, 17, 199])
+    width, group = shape.key_dim + shape.rope_dim, 2
+    queries = torch.randn(3, group * shape.kv_heads, width, generator=generator)
+    entry = (width,) if shape.value_offset == 0 else (2, shape.kv_heads, width)
+    cache = torch.randn(3, 220, *entry, generator=generator).bfloat16()
+    out = torch.full((3, group * shape.kv_heads, shape.value_dim), float("nan"), device=device)
+    attend(queries.to(device), cache.to(device), positions.to(device), shape, 220, out)
+    keys = values = cache.float().view(3, 220, 1, -1)
+    if shape.value_offset > 0:
+        keys, values = cache.float().unbind(dim=2)
+    keys, values = (
+        t.repeat_interleave(group * shape.kv_heads // t.shape[2], dim=2) for t in (keys, values)
+    )
+    scores = torch.einsum("thd,tchd->thc", queries, keys)
+    is_hidden = torch.arange(220) > positions[:, None, None]
+    shares = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
+    expected = torch.einsum("thc,tchd->thd", shares, values[..., : shape.value_dim])
+    return relative_error(out.cpu(), expected)
 
 
-def _chosen(kind: str, generator: torch.Generator, device: torch.device) -> float:
+def _values(generator: torch.Generator, device: torch.device) -> float:
+    spec = MlaSpec(3, None, 150, 12, 8, 20, 0.3, RopeSpec("default", 8, 100.0))
+    latents = torch.randn(18, 3, 150, generator=generator)
+    values = torch.randn(3, 150, 20, generator=generator).bfloat16()
+    ours = decode_steps.mla_values(spec, latents.to(device), values.to(device)).cpu().float()
+    expected = torch.einsum("thr,hrv->thv", latents, values.float()).flatten(1)
+    # What is given out is BF16.
+    return max(0.0, relative_error(ours, expected) - 8e-3)
+
+
+def _chosen(kind: str, tokens: int, generator: torch.Generator, device: torch.device) -> float:
     is_sigmoid = kind == "sigmoid_bias_group"
     spec = MoeFfnSpec(
         num_experts=40,
@@ -185,13 +244,18 @@ def _chosen(kind: str, generator: torch.Generator, device: torch.device) -> floa
         num_groups=8 if is_sigmoid else 1,
         groups_per_token=3 if is_sigmoid else 1,
     )
-    logits = torch.randn(9, 40, generator=generator)
+    normal = torch.randn(tokens, 24, generator=generator)
+    gate = torch.randn(40, 24, generator=generator) / 5
     bias = torch.randn(40, generator=generator) / 10 if is_sigmoid else None
     on_device = None if bias is None else bias.to(device)
-    experts, weights = decode_steps.choose(spec, logits.to(device), on_device)
-    expected_experts, expected = choose_experts(spec, logits, bias)
-    assert torch.equal(experts.cpu(), expected_experts.int()), "other experts"
-    return relative_error(weights.cpu(), expected)
+    lane = Lane(tokens, 24, 6, device)
+    moved = normal.to(device)
+    gating.choose(spec, moved, gate.to(device), on_device, lane, 0, is_posted=False)
+    assert not bool(lane.arrivals.any()), "not ready for the next layer"
+    assert torch.equal(lane.x, normal), "other inputs"
+    expected_experts, expected = choose_experts(spec, normal @ gate.t(), bias)
+    assert torch.equal(lane.experts, expected_experts.int()), "other experts"
+    return relative_error(lane.weights, expected)
 
 
 def _mla(
@@ -217,12 +281,37 @@ def _mla(
     entry = torch.cat((functional.rms_norm(latent, (24,), norms[1], 1e-6), rotated), dim=-1)
     yield f"mla entry {name}", relative_error(cache.cpu()[[0, 1], positions], entry)
     pieces = torch.randn(2, 2, 3 * 20, generator=generator)
-    plain, queries = decode_steps.mla_queries(spec, pieces.to(device), moved, positions.to(device))
+    keys = torch.randn(3, 12, 24, generator=generator).bfloat16()
+    queries = decode_steps.mla_queries(
+        spec, pieces.to(device), keys.to(device), moved, positions.to(device)
+    ).cpu()
     heads = pieces.sum(dim=0).view(2, 3, 20) * 0.3
-    plain = plain.cpu().float().transpose(0, 1)
-    yield f"mla plain {name}", relative_error(plain, heads[..., :12])
+    absorbed = torch.einsum("thn,hnr->thr", heads[..., :12], keys.float())
+    yield f"mla absorbed {name}", relative_error(queries[..., :24].float(), absorbed)
     rotated = angles.rotate(heads[..., 12:], positions)
-    yield f"mla rotated {name}", relative_error(queries[..., 24:].cpu().float(), rotated)
+    yield f"mla rotated {name}", relative_error(queries[..., 24:].float(), rotated)
+
+
+def _gqa(
+    name: str, is_interleaved: bool, generator: torch.Generator, device: torch.device
+) -> Iterator[tuple[str, float]]:
+    """Queries and cache entry of two tokens at different positions, with norms."""
+    spec = GqaSpec(6, 2, 12, True, 0.3, RopeSpec("default", 12, 100.0, is_interleaved))
+    angles = Angles(spec.rope, 16, torch.device("cpu"))
+    moved = angles.cos.to(device), angles.sin.to(device)
+    positions = torch.tensor([5, 9])
+    norms = [Norm(torch.rand(12, generator=generator), 1e-6) for _ in range(2)]
+    pieces = torch.randn(2, 2, 10 * 12, generator=generator)
+    cache = torch.zeros(2, 16, 2, 2, 12, device=device)
+    on_device = tuple(Norm(norm.weight.to(device), 1e-6) for norm in norms)
+    queries = decode_steps.gqa_inputs(
+        spec, pieces.to(device), (on_device[0], on_device[1]), moved, positions.to(device), cache
+    )
+    q, k, v = pieces.sum(dim=0).view(2, 10, 12).split([6, 2, 2], dim=1)
+    expected = angles.rotate(norms[0](q), positions) * 0.3
+    yield f"queries {name}", relative_error(queries.cpu(), expected)
+    entry = torch.stack((angles.rotate(norms[1](k), positions), v), dim=1)
+    yield f"gqa entry {name}", relative_error(cache.cpu()[[0, 1], positions], entry)
 
 
 def _move(holder: Any, device: torch.device) -> Any:
@@ -235,5 +324,7 @@ def _move(holder: Any, device: torch.device) -> Any:
 
 
 if __name__ == "__main__":
+    if knobs.runtime.interpret:
+        _let_loops_end_at_loaded_numbers()
     for case, error in cases(torch.device(*sys.argv[1:] or ["cpu"])):
         print(f"{case}: {error:.2e}", flush=True)

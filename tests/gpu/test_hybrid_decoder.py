@@ -9,7 +9,8 @@ import torch
 
 from headwater.errors import InternalError
 from headwater.gpu.hybrid_decoder import HybridDecoder, MicroBatch
-from headwater.gpu.mailbox import ExpertWorker, Lane, StoredExperts, add_answer, post
+from headwater.gpu.mailbox import ExpertWorker, Lane, Pending, StoredExperts, add_and_norm, ask
+from headwater.gpu.resident import Norm
 from headwater.kernels import WorkerPool
 from headwater.model.batch import SequenceChunk
 from headwater.model.layer_spec import LinearFormat, MoeFfnSpec
@@ -78,13 +79,17 @@ def test_the_worker_answers_whichever_lane_asks(tmp_path: Path, shm_prefix: str)
             lane, layer = turn % 2, turn // 2 % 2
             source = WeightSource(weights, Scratch(), spec.norm_eps, f"layers.{layer}.")
             moe = MoeFfn(ffn, source)
-            experts, shares = moe._gate(x)
+            hidden, norm = x.clone(), Norm(torch.ones(spec.hidden_size), spec.norm_eps)
             worker.open(lane, 4)
-            post(lanes[lane], layer, x, experts, shares)
-            hidden = torch.zeros(4, spec.hidden_size)
-            add_answer(lanes[lane], layer, hidden)
+            normal, _ = add_and_norm(hidden, Pending(), norm)
+            assert normal is not None
+            gate = weights.tensor(f"layers.{layer}.gate").float()
+            ask(lanes[lane], layer, ffn, normal, gate, None)
+            pieces = torch.randn(2, 4, spec.hidden_size)
+            add_and_norm(hidden, Pending(pieces, lanes[lane], layer), None)
             worker.close(lane)
-            assert relative_error(hidden, moe(x)) < 5e-3
+            found = hidden - x - pieces.sum(dim=0)
+            assert relative_error(found, moe(normal)) < 5e-3
         assert worker.num_answered == 20
         assert worker.busy_seconds > 0
 
@@ -97,11 +102,13 @@ def test_a_wrong_request_is_answered_and_reported(tmp_path: Path, shm_prefix: st
         pool = WorkerPool(1)
         lane = Lane(1, spec.hidden_size, ffn.experts_per_token, CPU)
         worker = ExpertWorker(pool, [StoredExperts(weights, 0, ffn, pool)], [lane])
-        x, shares = torch.zeros(1, spec.hidden_size), torch.ones(1, ffn.experts_per_token)
+        x = torch.zeros(1, spec.hidden_size)
         for layer, expert, problem in ((7, 0, "layer 7 of 1"), (0, 99, "expert 99 of")):
             worker.open(0, 1)
-            post(lane, layer, x, torch.full_like(shares, expert).long(), shares)
-            add_answer(lane, layer, x)
+            lane.experts.fill_(expert)
+            lane.count += 1
+            lane.posted.copy_(lane.count << ExpertWorker.LAYER_BITS | layer)
+            add_and_norm(x, Pending(None, lane, layer), None)
             with pytest.raises(InternalError, match=f"expert worker: {problem}"):
                 worker.close(0)
         with pytest.raises(InternalError, match="expert worker: lane 1 with 1 tokens"):

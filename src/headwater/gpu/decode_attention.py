@@ -54,14 +54,14 @@ class MlaDecode:
         self._values = per_head[:, spec.nope_dim :].transpose(1, 2).contiguous()
         self._o = weights.matrix("o")
 
-    def __call__(self, x: Tensor, positions: Tensor, cache: Tensor, mask: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
         """BF16 [T, hidden] -> FP32 [pieces, T, hidden], to be added up.
 
-        `cache`, BF16 [T, context, rank + rope], gets the new entries at int64 `positions` [T];
-        `mask`, FP32 [T, 1, bound], is added to the scores.
+        `cache`, BF16 [T, context, rank + rope], gets the new entries at int64 `positions` [T], all
+        below `bound`.
         """
         if x.is_cuda:
-            return self._fused(x, positions, cache, mask.shape[-1])
+            return self._fused(x, positions, cache, bound)
         spec, rank = self._spec, self._spec.kv_lora_rank
         inputs = self._inputs.product(x)
         low, latent, k_rope = inputs.split([spec.q_lora_rank or 0, rank, spec.rope_dim], dim=-1)
@@ -69,36 +69,34 @@ class MlaDecode:
         q = self._q.product(compressed).view(x.shape[0], spec.num_heads, -1)
         k_rope = self._angles.rotate(k_rope[:, None], positions)[:, 0]
         entries = torch.cat((self._kv_a_norm(latent), k_rope), dim=-1).bfloat16()
-        cache[torch.arange(x.shape[0], device=x.device), positions] = entries
+        cache[torch.arange(x.shape[0]), positions] = entries
 
-        q_nope = q[..., : spec.nope_dim].transpose(0, 1).bfloat16()
-        absorbed = _products(q_nope, self._keys).transpose(0, 1)
+        absorbed = torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), self._keys.float())
         q_rope = self._angles.rotate(q[..., spec.nope_dim :], positions)
-        queries = (torch.cat((absorbed, q_rope), dim=-1) * spec.softmax_scale).bfloat16()
-        seen = cache[:, : mask.shape[-1]]
-        shares = (_products(queries, seen.transpose(1, 2)) + mask).softmax(dim=-1).bfloat16()
-        latents = _products(shares, seen[..., :rank]).transpose(0, 1).bfloat16()
-        out = _products(latents, self._values).transpose(0, 1)
+        queries = torch.cat((absorbed.transpose(0, 1), q_rope), dim=-1) * spec.softmax_scale
+        seen = cache[:, :bound].float()
+        shares = _softmax(torch.bmm(queries, seen.transpose(1, 2)), positions)
+        latents = torch.bmm(shares, seen[..., :rank]).transpose(0, 1)
+        out = torch.bmm(latents, self._values.float()).transpose(0, 1)
         return self._o.pieces(out.flatten(1).bfloat16())
 
     def _fused(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
         """The same in few kernels."""
-        from headwater.gpu.kernels.decode_steps import masked_softmax, mla_inputs, mla_queries
+        from headwater.gpu.kernels.attend import CacheShape, attend
+        from headwater.gpu.kernels.decode_steps import mla_inputs, mla_queries, mla_values
 
         spec, rank, norm = self._spec, self._spec.kv_lora_rank, self._q_a_norm
         angles = self._angles.cos, self._angles.sin
         norms = None if norm is None else norm.weight, self._kv_a_norm.weight
         pieces = self._inputs.pieces(x)
-        eps = self._kv_a_norm.eps
-        low = mla_inputs(spec, pieces, norms, angles, positions, cache, eps)
+        low = mla_inputs(spec, pieces, norms, angles, positions, cache, self._kv_a_norm.eps)
         pieces = self._q.pieces(x if norm is None else low)
-        plain, queries = mla_queries(spec, pieces, angles, positions)
-        queries[..., :rank].transpose(0, 1).copy_(torch.bmm(plain, self._keys))
-        seen = cache[:, :bound]
-        shares = masked_softmax(_products(queries, seen.transpose(1, 2)), positions)
-        latents = torch.bmm(shares, seen[..., :rank]).transpose(0, 1)
-        out = torch.bmm(latents, self._values).transpose(0, 1)
-        return self._o.pieces(out.flatten(1))
+        queries = mla_queries(spec, pieces, self._keys, angles, positions)
+        latents = torch.empty(x.shape[0], spec.num_heads, rank, device=x.device)
+        attend(
+            queries, cache, positions, CacheShape(1, rank, spec.rope_dim, rank, 0), bound, latents
+        )
+        return self._o.pieces(mla_values(spec, latents, self._values))
 
 
 class GqaDecode:
@@ -108,36 +106,50 @@ class GqaDecode:
         self._spec = spec
         self._angles = angles
         self.entry_shape = (2, spec.num_kv_heads, spec.head_dim)
-        self._q, self._k, self._v, self._o = (weights.matrix(name) for name in "qkvo")
+        self._inputs = ResidentMatrix.joined([weights.matrix(name) for name in "qkv"])
+        self._o = weights.matrix("o")
         self._norms = None
         if spec.has_qk_norm:
             self._norms = weights.norm("q_norm"), weights.norm("k_norm")
 
-    def __call__(self, x: Tensor, positions: Tensor, cache: Tensor, mask: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
         """As MlaDecode, over a cache [T, context, 2, kv heads, head_dim]."""
+        if x.is_cuda:
+            return self._fused(x, positions, cache, bound)
         spec, count = self._spec, x.shape[0]
-        q, k, v = (
-            matrix.product(x).view(count, -1, spec.head_dim)
-            for matrix in (self._q, self._k, self._v)
-        )
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        inputs = self._inputs.product(x).view(count, -1, spec.head_dim)
+        q, k, v = inputs.split([heads, kv_heads, kv_heads], dim=1)
         if self._norms is not None:
             q, k = self._norms[0](q), self._norms[1](k)
         q, k = self._angles.rotate(q, positions), self._angles.rotate(k, positions)
-        entries = torch.stack((k, v), dim=1).bfloat16()
-        cache[torch.arange(count, device=x.device), positions] = entries
+        cache[torch.arange(count), positions] = torch.stack((k, v), dim=1).bfloat16()
 
-        seen = cache[:, : mask.shape[-1]].permute(0, 2, 3, 1, 4)
-        keys, values = (seen[:, i].reshape(-1, mask.shape[-1], spec.head_dim) for i in (0, 1))
-        queries = (q * spec.softmax_scale).bfloat16()
-        queries = queries.view(count * spec.num_kv_heads, -1, spec.head_dim)
-        scores = _products(queries, keys.transpose(1, 2)).view(count, -1, mask.shape[-1])
-        shares = (scores + mask).softmax(dim=-1).bfloat16()
-        out = _products(shares.view(*queries.shape[:2], -1), values)
+        seen = cache[:, :bound].float().permute(0, 2, 3, 1, 4)
+        keys, values = (seen[:, i].reshape(-1, bound, spec.head_dim) for i in (0, 1))
+        queries = (q * spec.softmax_scale).view(count * kv_heads, -1, spec.head_dim)
+        scores = torch.bmm(queries, keys.transpose(1, 2)).view(count, -1, bound)
+        shares = _softmax(scores, positions)
+        out = torch.bmm(shares.view(*queries.shape[:2], -1), values)
         return self._o.pieces(out.view(count, -1).bfloat16())
 
+    def _fused(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
+        """The same in few kernels."""
+        from headwater.gpu.kernels.attend import CacheShape, attend
+        from headwater.gpu.kernels.decode_steps import gqa_inputs
 
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """Products of stacks of BF16 matrices, in FP32."""
-    if a.is_cuda:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a.float(), b.float())
+        spec, dim, kv_heads = self._spec, self._spec.head_dim, self._spec.num_kv_heads
+        angles = self._angles.cos, self._angles.sin
+        pieces = self._inputs.pieces(x)
+        queries = gqa_inputs(spec, pieces, self._norms, angles, positions, cache)
+        out = torch.empty(x.shape[0], spec.num_heads * dim, dtype=torch.bfloat16, device=x.device)
+        attend(
+            queries, cache, positions, CacheShape(kv_heads, dim, 0, dim, kv_heads * dim), bound, out
+        )
+        return self._o.pieces(out)
+
+
+def _softmax(scores: Tensor, positions: Tensor) -> Tensor:
+    """FP32 scores [T, heads, bound] to shares of the columns up to each token's position."""
+    is_hidden = torch.arange(scores.shape[-1]) > positions[:, None, None]
+    return scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from headwater.gpu.hybrid_decoder import MicroBatch
 
-# Steps of either way before the first decision, and how often the slower one gets another chance.
-_TRIALS = 3
+# Steps of either way before the first decision, fewer where one is so many times as slow, and how
+# often the slower one gets another chance.
+_TRIALS, _LEAST_TRIALS, _CLEAR = 3, 2, 1.2
 _RETRY_STEPS = 500
 _KEPT = 9
 
@@ -39,8 +40,13 @@ class DualBatchPolicy:
         if num_rows < 2:
             return False
         times = self._times.setdefault((num_rows, bound), _Times())
-        for is_dual, found in ((False, times.merged), (True, times.dual)):
-            if len(found) < _TRIALS:
+        ways = (False, times.merged), (True, times.dual)
+        wanted = _LEAST_TRIALS
+        if all(len(found) >= _LEAST_TRIALS for _, found in ways):
+            merged, dual = (statistics.median(found) for _, found in ways)
+            wanted = _LEAST_TRIALS if max(merged, dual) > _CLEAR * min(merged, dual) else _TRIALS
+        for is_dual, found in ways:
+            if len(found) < wanted:
                 return is_dual
         is_faster = statistics.median(times.dual) < statistics.median(times.merged)
         is_retry = times.num_steps % _RETRY_STEPS == 0

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from headwater.gpu.decode_attention import Angles, GqaDecode, MlaDecode
-from headwater.gpu.mailbox import ExpertWorker, Lane, StoredExperts, add_answer, post
-from headwater.gpu.resident import GatedNetwork, Norm, ResidentWeights
-from headwater.model.gate import choose_experts
+from headwater.gpu.decode_head import DecodeHead
+from headwater.gpu.mailbox import ExpertWorker, Lane, Pending, StoredExperts, add_and_norm, ask
+from headwater.gpu.precedence import lane_queue
+from headwater.gpu.resident import GatedNetwork, ResidentWeights
 from headwater.model.layer_spec import GqaSpec, MoeFfnSpec
 
 if TYPE_CHECKING:
@@ -78,9 +79,17 @@ class HybridDecoder:
                 self._routed.append(StoredExperts(weights, index, layer.ffn, pool))
             below = source.below(f"layers.{index}")
             self._layers.append(_Layer(layer, below, angles[rope], number))
-        self._final_norm = source.norm("final_norm")
-        self._head = source.matrix("embed" if spec.is_embedding_tied else "lm_head")
-        self._logits = torch.empty(max_rows, spec.vocab_size, pin_memory=device.type == "cuda")
+        self._head = DecodeHead(
+            source.norm("final_norm"),
+            source.matrix("embed" if spec.is_embedding_tied else "lm_head"),
+            max_rows,
+            spec.hidden_size,
+            spec.vocab_size,
+            device,
+        )
+        is_cuda = device.type == "cuda"
+        self._hidden = torch.zeros(max_rows, spec.hidden_size, pin_memory=is_cuda)
+        self._positions = torch.zeros(max_rows, dtype=torch.int64, pin_memory=is_cuda)
         entry = self._layers[0].attention.entry_shape
         shape = (len(self._layers), max_rows, max_context, *entry)
         # BF16 [layers, rows, context, *entry].
@@ -90,11 +99,8 @@ class HybridDecoder:
         self.worker = ExpertWorker(pool, self._routed, self._lanes) if self._routed else None
         self._steps: dict[tuple[MicroBatch, int], _Step] = {}
         # Graphs of one lane never run at once, so that they may use the same memory.
-        is_cuda = device.type == "cuda"
         # A queue per lane: two that shared one in hardware would wait for each other's CPU.
-        self.streams: list[Any] = [
-            torch.cuda.Stream(device) if is_cuda else None for _ in range(lanes)
-        ]
+        self.streams: list[Any] = [lane_queue(device) if is_cuda else None for _ in range(lanes)]
         self.pools = [torch.cuda.graph_pool_handle() if is_cuda else None for _ in range(lanes)]
 
     @property
@@ -113,16 +119,20 @@ class HybridDecoder:
         """
         bound = self.bound(int(positions.max()) + 1)
         steps = [self._step(part, bound) for part in parts]
+        # Through pinned memory: nobody waits for these copies.
+        self._hidden[: len(tokens)] = self._weights.tensor("embed")[tokens]
+        self._positions[: len(tokens)] = positions
         first = 0
         for step in steps:
             rows = slice(first, first + step.part.size)
-            step.hidden.copy_(self._weights.tensor("embed")[tokens[rows]])
-            step.positions.copy_(positions[rows])
+            step.hidden.copy_(self._hidden[rows], non_blocking=True)
+            step.positions.copy_(self._positions[rows], non_blocking=True)
             first += step.part.size
+        self._head.follow(None)
         self._open(parts)
         try:
             for step in steps:
-                step.start()
+                step.start(self._head if len(steps) == 1 else None)
             for step in steps:
                 step.finish()
         finally:
@@ -143,12 +153,7 @@ class HybridDecoder:
         if count > self.max_rows:
             pieces = [self.logits(rows).clone() for rows in hidden.split(self.max_rows)]
             return torch.cat(pieces)
-        found = self._head.product(self._final_norm(hidden.to(self.device)).bfloat16())
-        # Through pageable memory the copy takes longer than some layers.
-        self._logits[:count].copy_(found, non_blocking=True)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return self._logits[:count]
+        return self._head(hidden)
 
     def bound(self, num_tokens: int) -> int:
         """Tokens of context that a captured step reads: powers of two, so that few are captured."""
@@ -164,10 +169,10 @@ class HybridDecoder:
         """
         lane = self._lanes[part.lane]
         cache = self.cache[:, part.first_row : part.first_row + part.size]
-        seen = torch.arange(bound, device=self.device)[None, None] <= positions[:, None, None]
-        mask = torch.where(seen, 0.0, float("-inf"))
+        pending = Pending()
         for layer, own in zip(self._layers, cache.unbind(), strict=True):
-            layer.add_to(hidden, positions, own, mask, lane)
+            pending = layer.add_to(hidden, pending, positions, own, bound, lane)
+        add_and_norm(hidden, pending, None)
         return cache[:, torch.arange(part.size, device=self.device), positions]
 
     def has_run(self, parts: Sequence[MicroBatch], bound: int) -> bool:
@@ -229,8 +234,8 @@ class _Step:
         # The caller sleeps meanwhile: CPUs that spin would be missing for the experts.
         self._done: Any = torch.cuda.Event(blocking=True) if self._stream is not None else None
 
-    def start(self) -> None:
-        """Queues the step after what is queued on the current stream."""
+    def start(self, head: DecodeHead | None) -> None:
+        """Queues the step after what is queued on the current stream, and its logits behind it."""
         if self._stream is None:
             self._compute()
             return
@@ -240,6 +245,8 @@ class _Step:
                 self._compute()
             else:
                 self._graph.replay()
+                if head is not None:
+                    head.follow(self.hidden)
             self._done.record(self._stream)
 
     def finish(self) -> None:
@@ -288,47 +295,31 @@ class _Layer:
             return
         if self._routed.shared_intermediate_size:
             self._network = GatedNetwork(weights.below("shared"))
-        self._gate = weights.floats("gate").t().contiguous()
+        self._gate = weights.floats("gate")
         has_bias = self._routed.gate == "sigmoid_bias_group"
         self._bias = weights.floats("gate.bias") if has_bias else None
 
     def add_to(
-        self, hidden: Tensor, positions: Tensor, cache: Tensor, mask: Tensor, lane: Lane
-    ) -> None:
-        """hidden, FP32 [T, hidden], += attention, then += experts."""
-        _, x = _add_and_norm(hidden, None, self._attention_norm, is_kept=False)
-        pieces = self.attention(x, positions, cache, mask)
+        self,
+        hidden: Tensor,
+        pending: Pending,
+        positions: Tensor,
+        cache: Tensor,
+        bound: int,
+        lane: Lane,
+    ) -> Pending:
+        """hidden, FP32 [T, hidden], += what is pending, and attention; what the experts add is
+        pending then."""
+        _, x = add_and_norm(hidden, pending, self._attention_norm)
+        assert x is not None
+        pieces = self.attention(x, positions, cache, bound)
         is_routed = self._routed is not None
-        normal, x = _add_and_norm(hidden, pieces, self._ffn_norm, is_kept=is_routed)
-        if self._routed is not None:
-            assert normal is not None
-            logits = torch.mm(normal, self._gate)
-            experts, shares = _choose(self._routed, logits, self._bias)
-            post(lane, self._number, normal, experts, shares)
-        if self._network is not None:
-            hidden += self._network(x)
-        if self._routed is not None:
-            add_answer(lane, self._number, hidden)
-
-
-def _add_and_norm(
-    hidden: Tensor, pieces: Tensor | None, norm: Norm, *, is_kept: bool
-) -> tuple[Tensor | None, Tensor]:
-    """hidden += the sum of pieces; its norm in FP32, if kept, and in BF16."""
-    if hidden.is_cuda:
-        from headwater.gpu.kernels.decode_steps import add_and_norm
-
-        return add_and_norm(hidden, pieces, norm.weight, norm.eps, is_kept=is_kept)
-    if pieces is not None:
-        hidden += pieces.sum(dim=0)
-    normal = norm(hidden)
-    return normal, normal.bfloat16()
-
-
-def _choose(spec: MoeFfnSpec, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Experts and their weights, [T, k]."""
-    if logits.is_cuda:
-        from headwater.gpu.kernels.decode_steps import choose
-
-        return choose(spec, logits, bias)
-    return choose_experts(spec, logits, bias)
+        normal, x = add_and_norm(hidden, Pending(pieces), self._ffn_norm, is_kept=is_routed)
+        assert x is not None
+        if self._routed is None:
+            assert self._network is not None
+            return Pending(self._network.pieces(x))
+        assert normal is not None
+        ask(lane, self._number, self._routed, normal, self._gate, self._bias)
+        terms = None if self._network is None else self._network.pieces(x)
+        return Pending(terms, lane, self._number)

@@ -7,6 +7,7 @@ two in a row are equal. See native/include/headwater/expert_worker.hpp for the o
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +17,12 @@ from headwater import _native
 from headwater.errors import InternalError
 from headwater.gpu.ring import aligned
 from headwater.kernels.stored import stored_matrix
+from headwater.model.gate import choose_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headwater.gpu.resident import Norm
     from headwater.kernels import WorkerPool
     from headwater.model.layer_spec import MoeFfnSpec
     from headwater.model.source import Weights
@@ -31,8 +34,8 @@ class Lane:
     """Memory that both sides see, for up to `max_tokens` at a time.
 
     `x` and `output` are FP32 [tokens, hidden], `experts` INT32 and `weights` FP32 [tokens, k];
-    `posted` and `done` are tickets, INT64 [1]. On the device, `count` numbers the tickets and
-    `arrivals` counts the programs that have written their share of the inputs.
+    `posted` and `done` are tickets, INT64 [1]. On the device, `count` numbers the tickets;
+    `arrivals` counts the tokens that have chosen, then programs that have scored each token.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Lane:
         self.experts = parts[3].view(torch.int32).view(max_tokens, num_choices)
         self.weights = parts[4].view(torch.float32).view(max_tokens, num_choices)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self.arrivals = torch.zeros(1, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
 
     @property
     def addresses(self) -> tuple[int, int, int, int, int, int]:
@@ -62,31 +65,60 @@ class Lane:
         return tuple(part.data_ptr() for part in parts)  # type: ignore[return-value]
 
 
-def post(lane: Lane, layer: int, x: Tensor, experts: Tensor, weights: Tensor) -> None:
-    """Asks for `layer` of FP32 x [T, hidden], integer experts and FP32 weights [T, k]."""
-    if x.is_cuda:
-        from headwater.gpu.kernels.handover import post as on_gpu
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What is still to be added to hidden states: FP32 pieces [pieces, T, hidden], and the answer
+    of a routed layer from a lane."""
 
-        on_gpu(lane, layer, x, experts, weights)
+    pieces: Tensor | None = None
+    lane: Lane | None = None
+    layer: int = 0
+
+
+def add_and_norm(
+    hidden: Tensor, pending: Pending, norm: Norm | None, *, is_kept: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """FP32 hidden [T, hidden] += what is pending, for which it waits.
+
+    Gives its norm in FP32, if it is kept, and in BF16; nothing without a norm.
+    """
+    if hidden.is_cuda:
+        from headwater.gpu.kernels.handover import add_and_norm as on_gpu
+
+        answer = None if pending.lane is None else (pending.lane, pending.layer)
+        return on_gpu(hidden, pending.pieces, answer, norm, is_kept=is_kept)
+    if pending.pieces is not None:
+        hidden += pending.pieces.sum(dim=0)
+    if pending.lane is not None:
+        _await(pending.lane, pending.layer)
+        hidden += pending.lane.output[: hidden.shape[0]]
+    if norm is None:
+        return None, None
+    normal = norm(hidden)
+    return normal, normal.bfloat16()
+
+
+def ask(
+    lane: Lane, layer: int, spec: MoeFfnSpec, normal: Tensor, gate: Tensor, bias: Tensor | None
+) -> None:
+    """Chooses experts for FP32 normal [T, hidden] and asks for them; see Gate for the others."""
+    if normal.is_cuda:
+        from headwater.gpu.kernels.gating import choose as on_gpu
+
+        on_gpu(spec, normal, gate, bias, lane, layer)
         return
-    rows = slice(0, x.shape[0])
-    lane.x[rows], lane.experts[rows], lane.weights[rows] = x, experts.int(), weights
+    rows = slice(0, normal.shape[0])
+    experts, weights = choose_experts(spec, torch.mm(normal, gate.t()), bias)
+    lane.x[rows], lane.experts[rows], lane.weights[rows] = normal, experts.int(), weights
     lane.count += 1
     lane.posted.copy_(_ticket(lane, layer))
 
 
-def add_answer(lane: Lane, layer: int, hidden: Tensor) -> None:
-    """Waits for `layer`'s answer, and adds it to FP32 hidden [T, hidden]."""
-    if hidden.is_cuda:
-        from headwater.gpu.kernels.handover import add_answer as on_gpu
-
-        on_gpu(lane, layer, hidden)
-        return
+def _await(lane: Lane, layer: int) -> None:
     ticket, deadline = _ticket(lane, layer), time.monotonic() + _ANSWER_SECONDS
     while not torch.equal(lane.done, ticket):
         if time.monotonic() > deadline:
             raise InternalError(f"the experts of layer {layer} gave no answer")
-    hidden += lane.output[: hidden.shape[0]]
 
 
 class StoredExperts:
@@ -123,6 +155,8 @@ class ExpertWorker:
     Keeps all memory that the thread uses. While a lane is open the pool belongs to the worker.
     """
 
+    LAYER_BITS: int = _native.ExpertWorker.LAYER_BITS
+
     def __init__(
         self, pool: WorkerPool, layers: Sequence[StoredExperts], lanes: Sequence[Lane]
     ) -> None:
@@ -151,4 +185,4 @@ class ExpertWorker:
 
 
 def _ticket(lane: Lane, layer: int) -> Tensor:
-    return (lane.count << _native.ExpertWorker.LAYER_BITS) | layer
+    return (lane.count << ExpertWorker.LAYER_BITS) | layer

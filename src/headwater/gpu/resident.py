@@ -46,7 +46,8 @@ class ResidentMatrix:
 
     def product(self, x: Tensor) -> Tensor:
         """x, BF16 [T, K], times the transposed matrix: FP32 [T, N]."""
-        return self.pieces(x).sum(dim=0) if self._is_fp8 else self._dense.product(x)
+        pieces = self.pieces(x)
+        return pieces[0] if pieces.shape[0] == 1 else pieces.sum(dim=0)
 
     def pieces(self, x: Tensor) -> Tensor:
         """The same as FP32 [pieces, T, N], to be added up by whoever reads it."""
@@ -119,7 +120,7 @@ class GatedNetwork:
     def __init__(self, weights: ResidentWeights) -> None:
         self._gate, self._up, self._down = (weights.matrix(n) for n in ("gate", "up", "down"))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """BF16 [T, hidden] -> FP32 [T, hidden]."""
+    def pieces(self, x: Tensor) -> Tensor:
+        """BF16 [T, hidden] -> FP32 [pieces, T, hidden], to be added up by whoever reads it."""
         activated = functional.silu(self._gate.product(x)).mul_(self._up.product(x))
-        return self._down.product(activated.bfloat16())
+        return self._down.pieces(activated.bfloat16())

@@ -17,7 +17,8 @@ from headwater.bench.timing import ReadProbe
 from headwater.gpu.device import find_gpu
 from headwater.gpu.dual_batch import DualBatchPolicy, micro_batches
 from headwater.gpu.hybrid_decoder import HybridDecoder
-from headwater.gpu.mailbox import ExpertWorker, Lane, StoredExperts, add_answer, post
+from headwater.gpu.mailbox import ExpertWorker, Lane, Pending, StoredExperts, add_and_norm, ask
+from headwater.gpu.resident import Norm
 from headwater.kernels import WorkerPool, isa, self_test
 from headwater.model.layer_spec import MoeFfnSpec
 from headwater.model.spec import ModelSpec
@@ -30,28 +31,34 @@ if TYPE_CHECKING:
 _SPIN_US = 20_000
 _HAND_OVERS = 64
 # Of each way to run a step; the first ones compile and capture.
-_WARM_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3, 12, 103
-_SECONDS_EACH = 5.0
+_WARM_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3, 43, 103
+_SECONDS_EACH = 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A published shape with other numbers: `layers`, routed ones among them, of which `distinct`
-    differ; experts per token and their width."""
+    differ; experts per token and their width; experts, and heads of keys and values."""
 
     name: str = "deepseek-v3"
     layers: int | None = None
     distinct: int = 2
     choices: int | None = None
     intermediate: int | None = None
+    experts: int | None = None
+    kv_heads: int | None = None
 
     def spec(self) -> ModelSpec:
         """The model with FP8 weights."""
-        config = make_config(self.name, layers=self.layers) | {"quantization_config": FP8}
-        if self.choices is not None:
-            config["num_experts_per_tok"] = self.choices
-        if self.intermediate is not None:
-            config["moe_intermediate_size"] = self.intermediate
+        config = make_config(self.name, layers=self.layers, experts=self.experts)
+        config |= {"quantization_config": FP8}
+        for field, value in (
+            ("num_experts_per_tok", self.choices),
+            ("moe_intermediate_size", self.intermediate),
+            ("num_key_value_heads", self.kv_heads),
+        ):
+            if value is not None:
+                config[field] = value
         return ModelSpec.from_config(config, "config.json")
 
 
@@ -108,6 +115,8 @@ def bench_dual(cases: Mapping[Shape, Sequence[tuple[int, int]]]) -> Iterator[dic
                 decoder = HybridDecoder(
                     spec, weights, pool, gpu.device, max_rows=rows, max_context=context, lanes=2
                 )
+                # Zeros would be read faster.
+                decoder.cache.uniform_(-1, 1)
                 yield {
                     "what": "dual_batch",
                     "shape": str(shape),
@@ -120,40 +129,63 @@ def bench_dual(cases: Mapping[Shape, Sequence[tuple[int, int]]]) -> Iterator[dic
 def hand_over(
     spec: ModelSpec, weights: RandomModel, pool: WorkerPool, device: torch.device
 ) -> dict[str, Any]:
-    """From GPU to CPU and back inside a CUDA graph, without what the CPU computes in between."""
+    """What it adds to a layer that the experts are on the CPU, beside what they compute there.
+
+    The kernels of a step that have a part in it (norm and inputs; gate, choice and ticket; answer)
+    in a CUDA graph, less what the CPU computes, against the same kernels with all of it in the
+    device's memory and nobody to wait for.
+    """
+    from headwater.gpu.kernels.gating import choose
+
     index = [isinstance(layer.ffn, MoeFfnSpec) for layer in spec.layers].index(True)
     ffn = spec.layers[index].ffn
     assert isinstance(ffn, MoeFfnSpec)
     experts = StoredExperts(weights, index, ffn, pool)
-    lane = Lane(1, spec.hidden_size, ffn.experts_per_token, device)
+    lane, local = (Lane(1, spec.hidden_size, ffn.experts_per_token, device) for _ in range(2))
+    for name in ("x", "experts", "weights", "output"):
+        setattr(local, name, getattr(local, name).to(device))
     worker = ExpertWorker(pool, [experts], [lane])
-    x = torch.randn(1, spec.hidden_size, device=device)
-    chosen = torch.arange(ffn.experts_per_token, device=device)[None]
-    shares = torch.ones(1, ffn.experts_per_token, device=device)
+    norm = Norm(torch.ones(spec.hidden_size, device=device), spec.norm_eps)
+    gate = weights.tensor(f"layers.{index}.gate").to(device).float()
+    bias = torch.zeros(ffn.num_experts, device=device) if ffn.num_groups > 1 else None
+    hidden = torch.randn(1, spec.hidden_size, device=device)
 
-    def ask() -> None:
+    def step(place: Lane) -> None:
         for _ in range(_HAND_OVERS):
-            post(lane, 0, x, chosen, shares)
-            add_answer(lane, 0, x)
+            normal, _ = add_and_norm(hidden, Pending(), norm, is_kept=True)
+            assert normal is not None
+            if place is lane:
+                ask(place, 0, ffn, normal, gate, bias)
+                add_and_norm(hidden, Pending(None, place, 0), norm)
+            else:
+                choose(ffn, normal, gate, bias, place, 0, is_posted=False)
+                add_and_norm(hidden, Pending(place.output[None]), norm)
 
     worker.open(0, 1)
-    stream: Any = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        ask()
-        stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        ask()
-    found = []
-    for _ in range(7):
-        busy, began_at = worker.busy_seconds, time.perf_counter()
+    found = {}
+    for name, place in (("with", lane), ("without", local)):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
-            graph.replay()
+            step(place)
             stream.synchronize()
-        seconds = time.perf_counter() - began_at
-        found.append((seconds - (worker.busy_seconds - busy)) / _HAND_OVERS)
+        with torch.cuda.graph(graph, stream=stream):
+            step(place)
+        times = []
+        for _ in range(7):
+            busy, began_at = worker.busy_seconds, time.perf_counter()
+            with torch.cuda.stream(stream):
+                graph.replay()
+                stream.synchronize()
+            taken = time.perf_counter() - began_at
+            times.append((taken - (worker.busy_seconds - busy)) / _HAND_OVERS)
+        found[name] = 1e6 * statistics.median(times)
     worker.close(0)
-    return {"what": "hand_over", "us_per_layer": 1e6 * statistics.median(found)}
+    return {
+        "what": "hand_over",
+        "us_per_layer": found["with"] - found["without"],
+        "with_its_kernels_us": found["with"],
+        "kernels_alone_us": found["without"],
+    }
 
 
 def _time_steps(
@@ -215,6 +247,8 @@ def _compare_ways(decoder: HybridDecoder, rows: int, context: int) -> dict[str, 
         "speedup": middle[0] / middle[1],
         "policy_over_better": chosen / min(merged, dual),
         "policy_dual_steps": num_dual,
+        # What neither way can do without: the CPU's part, and the GPU's of one batch.
+        "gpu_ms_merged": 1e3 * (middle[0] - statistics.median(busy["merged"])),
     }
 
 

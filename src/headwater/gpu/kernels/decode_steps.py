@@ -1,8 +1,8 @@
-"""What lies between the products of a decode step, one kernel each (Triton).
+"""What lies between the products of a decode step's attention, one kernel each (Triton).
 
 Owns the fusions: a captured step is bound by the number of its kernels, each of which costs about
-as much as reading ten megabytes. What they compute is what decode_attention.py and
-hybrid_decoder.py say in torch, which CPUs run.
+as much as reading ten megabytes. What they compute is what decode_attention.py says in torch, which
+CPUs run. Where the CPU's kernels multiply FP32, here are two products of BF16 (pieces.in_two).
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -15,56 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwater.gpu.kernels.grouped import product_type
+from headwater.gpu.kernels.pieces import in_two, rms_norm, sum_of_pieces
+
 if TYPE_CHECKING:
-    from headwater.model.layer_spec import MlaSpec, MoeFfnSpec
+    from headwater.gpu.resident import Norm
+    from headwater.model.layer_spec import GqaSpec, MlaSpec
 
-# Scores of a row that a program keeps in its registers.
-_MAX_ROW = 1 << 15
-
-
-@triton.jit
-def _rms_norm(x, weight, eps, width: tl.constexpr, mask, column):
-    """FP32 x, zero beyond `width`, over its root mean square, times the weight."""
-    square = tl.sum(x * x, axis=0) / width
-    scale = tl.load(weight + column, mask=mask, other=0.0)
-    return x * tl.rsqrt(square + eps) * scale
-
-
-@triton.jit
-def _pieces(partial, row, rows_in_all, first, width, column, mask, pieces: tl.constexpr):
-    """The sum of the pieces [pieces, rows, width] that make up columns of a row."""
-    place = row.to(tl.int64) * width + first + column
-    total = tl.load(partial + place, mask=mask, other=0.0)
-    for piece in tl.static_range(1, pieces):
-        total += tl.load(partial + piece * rows_in_all * width + place, mask=mask, other=0.0)
-    return total
-
-
-@triton.jit
-def _add_and_norm(
-    hidden,
-    partial,
-    weight,
-    normal,
-    rounded,
-    eps,
-    num_tokens,
-    width: tl.constexpr,
-    pieces: tl.constexpr,
-    block: tl.constexpr,
-):
-    token = tl.program_id(0)
-    column = tl.arange(0, block)
-    mask = column < width
-    place = token * width + column
-    x = tl.load(hidden + place, mask=mask, other=0.0)
-    if pieces > 0:
-        x += _pieces(partial, token, num_tokens, 0, width, column, mask, pieces)
-        tl.store(hidden + place, x, mask=mask)
-    y = _rms_norm(x, weight, eps, width, mask, column)
-    if normal is not None:
-        tl.store(normal + place, y, mask=mask)
-    tl.store(rounded + place, y.to(rounded.dtype.element_ty), mask=mask)
+_TOKENS, _COLUMNS = 16, 128
 
 
 @triton.jit
@@ -94,27 +52,28 @@ def _mla_inputs(
     if q_rank > 0:
         column = tl.arange(0, q_block)
         mask = column < q_rank
-        q = _pieces(partial, token, num_tokens, 0, width, column, mask, pieces)
-        q = _rms_norm(q, q_norm, eps, q_rank, mask, column)
+        q = sum_of_pieces(partial, token, num_tokens, 0, width, column, mask, pieces)
+        scale = tl.load(q_norm + column, mask=mask, other=0.0)
+        q = rms_norm(q, scale, eps, q_rank)
         place = compressed + token * q_rank + column
         tl.store(place, q.to(compressed.dtype.element_ty), mask=mask)
     position = tl.load(positions + token)
     entry = cache + token.to(tl.int64) * cache_row + position * (rank + rope)
     column = tl.arange(0, kv_block)
     mask = column < rank
-    latent = _pieces(partial, token, num_tokens, q_rank, width, column, mask, pieces)
-    latent = _rms_norm(latent, kv_norm, eps, rank, mask, column)
+    latent = sum_of_pieces(partial, token, num_tokens, q_rank, width, column, mask, pieces)
+    latent = rms_norm(latent, tl.load(kv_norm + column, mask=mask, other=0.0), eps, rank)
     tl.store(entry + column, latent.to(cache.dtype.element_ty), mask=mask)
     half: tl.constexpr = rope // 2
     pair = tl.arange(0, half_block)
     mask = pair < half
     start: tl.constexpr = q_rank + rank
     if is_interleaved:
-        first = _pieces(partial, token, num_tokens, start, width, 2 * pair, mask, pieces)
-        second = _pieces(partial, token, num_tokens, start, width, 2 * pair + 1, mask, pieces)
+        first = sum_of_pieces(partial, token, num_tokens, start, width, 2 * pair, mask, pieces)
+        second = sum_of_pieces(partial, token, num_tokens, start, width, 2 * pair + 1, mask, pieces)
     else:
-        first = _pieces(partial, token, num_tokens, start, width, pair, mask, pieces)
-        second = _pieces(partial, token, num_tokens, start, width, half + pair, mask, pieces)
+        first = sum_of_pieces(partial, token, num_tokens, start, width, pair, mask, pieces)
+        second = sum_of_pieces(partial, token, num_tokens, start, width, half + pair, mask, pieces)
     c = tl.load(cos + position * half + pair, mask=mask, other=0.0)
     s = tl.load(sin + position * half + pair, mask=mask, other=0.0)
     target = entry + rank + pair
@@ -122,13 +81,13 @@ def _mla_inputs(
     tl.store(target + half, (second * c + first * s).to(cache.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _mla_queries(
     partial,
     cos,
     sin,
     positions,
-    plain,
+    keys,
     queries,
     scale,
     num_tokens,
@@ -138,133 +97,140 @@ def _mla_queries(
     rope: tl.constexpr,
     pieces: tl.constexpr,
     is_interleaved: tl.constexpr,
+    product: tl.constexpr,
+    token_block: tl.constexpr,
     nope_block: tl.constexpr,
+    rank_block: tl.constexpr,
+    half_block: tl.constexpr,
+):
+    head, part = tl.program_id(0), tl.program_id(1)
+    token = (tl.program_id(2) * token_block + tl.arange(0, token_block))[:, None]
+    is_token = token < num_tokens
+    width: tl.constexpr = heads * (nope + rope)
+    start = head * (nope + rope)
+    row = tl.arange(0, nope_block)
+    mask = is_token & (row < nope)[None, :]
+    plain = sum_of_pieces(partial, token, num_tokens, start, width, row[None, :], mask, pieces)
+    column = part * rank_block + tl.arange(0, rank_block)
+    place = keys + (head * nope + row[:, None]) * rank + column[None, :]
+    key = tl.load(place, mask=(row < nope)[:, None] & (column < rank)[None, :], other=0.0)
+    high, low = in_two(plain * scale, product)
+    found = tl.dot(high, key.to(product)) + tl.dot(low, key.to(product))
+    target = queries + (token * heads + head) * (rank + rope)
+    kind: tl.constexpr = queries.dtype.element_ty
+    mask_found = is_token & (column < rank)[None, :]
+    tl.store(target + column[None, :], found.to(kind), mask=mask_found)
+    if part == 0:
+        half: tl.constexpr = rope // 2
+        pair = tl.arange(0, half_block)[None, :]
+        is_pair = is_token & (pair < half)
+        step: tl.constexpr = 2 if is_interleaved else 1
+        other: tl.constexpr = 1 if is_interleaved else half
+        at = start + nope
+        first = sum_of_pieces(partial, token, num_tokens, at, width, step * pair, is_pair, pieces)
+        second = sum_of_pieces(
+            partial, token, num_tokens, at + other, width, step * pair, is_pair, pieces
+        )
+        position = tl.load(positions + token, mask=is_token, other=0)
+        c = tl.load(cos + position * half + pair, mask=is_pair, other=0.0) * scale
+        s = tl.load(sin + position * half + pair, mask=is_pair, other=0.0) * scale
+        tl.store(target + rank + pair, (first * c - second * s).to(kind), mask=is_pair)
+        tl.store(target + rank + half + pair, (second * c + first * s).to(kind), mask=is_pair)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _mla_values(
+    latents,
+    values,
+    out,
+    num_tokens,
+    heads: tl.constexpr,
+    rank: tl.constexpr,
+    width: tl.constexpr,
+    product: tl.constexpr,
+    token_block: tl.constexpr,
+    rank_block: tl.constexpr,
+    block: tl.constexpr,
+):
+    head = tl.program_id(0)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    token = tl.program_id(2) * token_block + tl.arange(0, token_block)
+    total = tl.zeros((token_block, block), dtype=tl.float32)
+    for first in tl.static_range(0, rank, rank_block):
+        row = first + tl.arange(0, rank_block)
+        place = latents + (token[:, None] * heads + head) * rank + row[None, :]
+        mask = (token < num_tokens)[:, None] & (row < rank)[None, :]
+        high, low = in_two(tl.load(place, mask=mask, other=0.0), product)
+        place = values + (head * rank + row[:, None]) * width + column[None, :]
+        mask = (row < rank)[:, None] & (column < width)[None, :]
+        value = tl.load(place, mask=mask, other=0.0).to(product)
+        total += tl.dot(high, value) + tl.dot(low, value)
+    target = out + (token[:, None] * heads + head) * width + column[None, :]
+    mask = (token < num_tokens)[:, None] & (column < width)[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gqa_inputs(
+    partial,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    positions,
+    queries,
+    cache,
+    eps,
+    scale,
+    num_tokens,
+    cache_row,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    pieces: tl.constexpr,
+    is_interleaved: tl.constexpr,
     half_block: tl.constexpr,
 ):
     token, head = tl.program_id(0), tl.program_id(1)
-    width: tl.constexpr = heads * (nope + rope)
-    start = head * (nope + rope)
-    column = tl.arange(0, nope_block)
-    mask = column < nope
-    found = _pieces(partial, token, num_tokens, start, width, column, mask, pieces)
-    place = plain + (head * num_tokens + token) * nope + column
-    tl.store(place, (found * scale).to(plain.dtype.element_ty), mask=mask)
-    half: tl.constexpr = rope // 2
+    width: tl.constexpr = (heads + 2 * kv_heads) * dim
+    half: tl.constexpr = dim // 2
+    step: tl.constexpr = 2 if is_interleaved else 1
+    other: tl.constexpr = 1 if is_interleaved else half
     pair = tl.arange(0, half_block)
     mask = pair < half
-    start += nope
-    if is_interleaved:
-        first = _pieces(partial, token, num_tokens, start, width, 2 * pair, mask, pieces)
-        second = _pieces(partial, token, num_tokens, start, width, 2 * pair + 1, mask, pieces)
-    else:
-        first = _pieces(partial, token, num_tokens, start, width, pair, mask, pieces)
-        second = _pieces(partial, token, num_tokens, start, width, half + pair, mask, pieces)
+    at = head * dim
     position = tl.load(positions + token)
-    c = tl.load(cos + position * half + pair, mask=mask, other=0.0) * scale
-    s = tl.load(sin + position * half + pair, mask=mask, other=0.0) * scale
-    target = queries + (token * heads + head) * (rank + rope) + rank + pair
-    tl.store(target, (first * c - second * s).to(queries.dtype.element_ty), mask=mask)
-    tl.store(target + half, (second * c + first * s).to(queries.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _masked_softmax(scores, positions, out, heads, bound: tl.constexpr, block: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    last = tl.load(positions + row // heads)
-    column = tl.arange(0, block)
-    is_seen = (column < bound) & (column <= last)
-    found = tl.load(scores + row * bound + column, mask=is_seen, other=float("-inf"))
-    shares = tl.exp(found - tl.max(found, axis=0))
-    shares = shares / tl.sum(shares, axis=0)
-    tl.store(out + row * bound + column, shares.to(out.dtype.element_ty), mask=column < bound)
-
-
-@triton.jit
-def _choose(
-    logits,
-    bias,
-    experts,
-    weights,
-    scale,
-    num_experts: tl.constexpr,
-    choices: tl.constexpr,
-    groups: tl.constexpr,
-    open_groups: tl.constexpr,
-    is_normalized: tl.constexpr,
-    block: tl.constexpr,
-    choice_block: tl.constexpr,
-):
-    token = tl.program_id(0)
-    expert = tl.arange(0, block)
-    mask = expert < num_experts
-    low = float("-inf")
-    found = tl.load(logits + token * num_experts + expert, mask=mask, other=low)
-    if bias is None:
-        scores = tl.exp(found - tl.max(found, axis=0))
-        scores = scores / tl.sum(scores, axis=0)
-        ranking = tl.where(mask, scores, low)
+    entry = cache + token.to(tl.int64) * cache_row + position * (2 * kv_heads * dim)
+    if head >= heads + kv_heads:
+        # Values stay as they are, in their own order.
+        kept = entry + (head - heads) * dim + pair
+        first = sum_of_pieces(partial, token, num_tokens, at, width, pair, mask, pieces)
+        second = sum_of_pieces(partial, token, num_tokens, at + half, width, pair, mask, pieces)
+        tl.store(kept, first.to(cache.dtype.element_ty), mask=mask)
+        tl.store(kept + half, second.to(cache.dtype.element_ty), mask=mask)
     else:
-        scores = 1.0 / (1.0 + tl.exp(-found))
-        ranking = scores + tl.load(bias + expert, mask=mask, other=0.0)
-        ranking = tl.where(mask, ranking, low)
-        size: tl.constexpr = num_experts // groups
-        # A group counts by the sum of its two best.
-        worth = tl.full((block,), low, tl.float32)
-        for group in tl.static_range(groups):
-            is_mine = (expert // size == group) & mask
-            mine = tl.where(is_mine, ranking, low)
-            best = tl.max(mine, axis=0)
-            place = tl.argmax(mine, axis=0)
-            second = tl.max(tl.where(expert == place, low, mine), axis=0)
-            worth = tl.where(is_mine, best + second, worth)
-        is_open = tl.zeros((block,), dtype=tl.int32)
-        left = worth
-        for _ in tl.static_range(open_groups):
-            place = tl.argmax(left, axis=0)
-            is_best = (expert // size == place // size) & mask
-            is_open = tl.where(is_best, 1, is_open)
-            left = tl.where(is_best, low, left)
-        ranking = tl.where(is_open == 1, ranking, low)
-    slot = tl.arange(0, choice_block)
-    chosen = tl.zeros((choice_block,), dtype=tl.int32)
-    shares = tl.zeros((choice_block,), dtype=tl.float32)
-    for choice in tl.static_range(choices):
-        place = tl.argmax(ranking, axis=0)
-        share = tl.sum(tl.where(expert == place, scores, 0.0), axis=0)
-        chosen = tl.where(slot == choice, place.to(tl.int32), chosen)
-        shares = tl.where(slot == choice, share, shares)
-        ranking = tl.where(expert == place, low, ranking)
-    if is_normalized:
-        shares = shares / (tl.sum(shares, axis=0) + 1e-20)
-    target = token * choices + slot
-    tl.store(experts + target, chosen, mask=slot < choices)
-    tl.store(weights + target, shares * scale, mask=slot < choices)
-
-
-def add_and_norm(
-    hidden: Tensor, partial: Tensor | None, weight: Tensor, eps: float, *, is_kept: bool
-) -> tuple[Tensor | None, Tensor]:
-    """hidden += the sum of partial's pieces; its norm in FP32, if kept, and in BF16.
-
-    `hidden` is FP32 [T, N], `partial` FP32 [pieces, T, N] or None.
-    """
-    num_tokens, width = hidden.shape
-    normal = torch.empty_like(hidden) if is_kept else None
-    rounded = torch.empty_like(hidden, dtype=torch.bfloat16)
-    _add_and_norm[(num_tokens,)](
-        hidden,
-        partial,
-        weight,
-        normal,
-        rounded,
-        eps,
-        num_tokens,
-        width,
-        0 if partial is None else partial.shape[0],
-        triton.next_power_of_2(width),
-        num_warps=16,
-    )
-    return normal, rounded
+        column = step * pair
+        first = sum_of_pieces(partial, token, num_tokens, at, width, column, mask, pieces)
+        second = sum_of_pieces(partial, token, num_tokens, at + other, width, column, mask, pieces)
+        if q_norm is not None:
+            square = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / dim
+            norm = k_norm
+            if head < heads:
+                norm = q_norm
+            factor = tl.rsqrt(square + eps)
+            first *= factor * tl.load(norm + column, mask=mask, other=0.0)
+            second *= factor * tl.load(norm + other + column, mask=mask, other=0.0)
+        c = tl.load(cos + position * half + pair, mask=mask, other=0.0)
+        s = tl.load(sin + position * half + pair, mask=mask, other=0.0)
+        low, high = first * c - second * s, second * c + first * s
+        if head < heads:
+            query = queries + (token * heads + head) * dim + pair
+            tl.store(query, low * scale, mask=mask)
+            tl.store(query + half, high * scale, mask=mask)
+        else:
+            key = entry + (head - heads) * dim + pair
+            tl.store(key, low.to(cache.dtype.element_ty), mask=mask)
+            tl.store(key + half, high.to(cache.dtype.element_ty), mask=mask)
 
 
 def mla_inputs(
@@ -309,77 +275,110 @@ def mla_inputs(
 
 
 def mla_queries(
-    spec: MlaSpec, partial: Tensor, angles: tuple[Tensor, Tensor], positions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """From pieces of queries: their plain part, BF16 [heads, T, nope], and BF16 [T, heads, rank +
-    rope] with the rotated part in its place; both are scaled for the softmax."""
+    spec: MlaSpec,
+    partial: Tensor,
+    keys: Tensor,
+    angles: tuple[Tensor, Tensor],
+    positions: Tensor,
+) -> Tensor:
+    """From pieces of queries [pieces, T, heads * (nope + rope)]: BF16 [T, heads, rank + rope].
+
+    `keys` is BF16 [heads, nope, rank]; queries are rotated, and scaled for the softmax.
+    """
     pieces, num_tokens, _ = partial.shape
-    width = spec.kv_lora_rank + spec.rope_dim
-    plain, queries = (
-        torch.empty(shape, dtype=torch.bfloat16, device=partial.device)
-        for shape in (
-            (spec.num_heads, num_tokens, spec.nope_dim),
-            (num_tokens, spec.num_heads, width),
-        )
+    rank = spec.kv_lora_rank
+    queries = torch.empty(
+        num_tokens,
+        spec.num_heads,
+        rank + spec.rope_dim,
+        dtype=torch.bfloat16,
+        device=partial.device,
     )
-    _mla_queries[(num_tokens, spec.num_heads)](
+    rank_block = min(_COLUMNS, triton.next_power_of_2(rank))
+    grid = (spec.num_heads, triton.cdiv(rank, rank_block), triton.cdiv(num_tokens, _TOKENS))
+    _mla_queries[grid](
         partial,
         angles[0],
         angles[1],
         positions,
-        plain,
+        keys,
         queries,
         spec.softmax_scale,
         num_tokens,
         spec.num_heads,
         spec.nope_dim,
-        spec.kv_lora_rank,
+        rank,
         spec.rope_dim,
         pieces,
         spec.rope.is_interleaved,
-        triton.next_power_of_2(spec.nope_dim),
+        product_type(is_quantized=False),
+        _TOKENS,
+        max(16, triton.next_power_of_2(spec.nope_dim)),
+        rank_block,
         triton.next_power_of_2(spec.rope_dim // 2),
-        num_warps=1,
+        num_warps=4,
     )
-    return plain, queries
+    return queries
 
 
-def masked_softmax(scores: Tensor, positions: Tensor) -> Tensor:
-    """FP32 [T, heads, bound] -> BF16: over the columns up to each token's position."""
-    num_tokens, heads, bound = scores.shape
-    if bound > _MAX_ROW:
-        columns = torch.arange(bound, device=scores.device)
-        is_hidden = columns[None, None] > positions[:, None, None]
-        return scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1).bfloat16()
-    out = torch.empty_like(scores, dtype=torch.bfloat16)
-    block = triton.next_power_of_2(bound)
-    _masked_softmax[(num_tokens * heads,)](
-        scores, positions, out, heads, bound, block, num_warps=4 if block < 8192 else 16
+def mla_values(spec: MlaSpec, latents: Tensor, values: Tensor) -> Tensor:
+    """FP32 latents [T, heads, rank], BF16 values [heads, rank, v] -> BF16 [T, heads * v]."""
+    num_tokens = latents.shape[0]
+    width = spec.num_heads * spec.v_dim
+    out = torch.empty(num_tokens, width, dtype=torch.bfloat16, device=latents.device)
+    block = min(64, max(16, triton.next_power_of_2(spec.v_dim)))
+    grid = (spec.num_heads, triton.cdiv(spec.v_dim, block), triton.cdiv(num_tokens, _TOKENS))
+    _mla_values[grid](
+        latents,
+        values,
+        out,
+        num_tokens,
+        spec.num_heads,
+        spec.kv_lora_rank,
+        spec.v_dim,
+        product_type(is_quantized=False),
+        _TOKENS,
+        min(_COLUMNS, max(16, triton.next_power_of_2(spec.kv_lora_rank))),
+        block,
+        num_warps=4,
     )
     return out
 
 
-def choose(spec: MoeFfnSpec, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What headwater.model.gate.choose_experts gives, experts as INT32; of equals, the lower."""
-    num_tokens = logits.shape[0]
-    experts = torch.empty(
-        num_tokens, spec.experts_per_token, dtype=torch.int32, device=logits.device
-    )
-    weights = torch.empty(experts.shape, device=logits.device)
-    _choose[(num_tokens,)](
-        logits,
-        bias,
-        experts,
-        weights,
-        spec.routed_scale,
-        spec.num_experts,
-        spec.experts_per_token,
-        spec.num_groups,
-        spec.groups_per_token,
-        spec.is_normalized,
-        max(16, triton.next_power_of_2(spec.num_experts)),
-        triton.next_power_of_2(spec.experts_per_token),
-        # One warp compares without waiting for others; the comparisons follow one another.
+def gqa_inputs(
+    spec: GqaSpec,
+    partial: Tensor,
+    norms: tuple[Norm, Norm] | None,
+    angles: tuple[Tensor, Tensor],
+    positions: Tensor,
+    cache: Tensor,
+) -> Tensor:
+    """From pieces of x times q, k and v: FP32 queries [T, heads, dim]; the entry goes to the cache.
+
+    `partial` is [pieces, T, (heads + 2 kv heads) * dim], `cache` [T, context, 2, kv heads, dim].
+    Queries and keys are normalised, if there are norms, and rotated, queries scaled.
+    """
+    pieces, num_tokens, _ = partial.shape
+    queries = torch.empty(num_tokens, spec.num_heads, spec.head_dim, device=partial.device)
+    _gqa_inputs[(num_tokens, spec.num_heads + 2 * spec.num_kv_heads)](
+        partial,
+        None if norms is None else norms[0].weight,
+        None if norms is None else norms[1].weight,
+        angles[0],
+        angles[1],
+        positions,
+        queries,
+        cache,
+        0.0 if norms is None else norms[0].eps,
+        spec.softmax_scale,
+        num_tokens,
+        cache.stride(0),
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        pieces,
+        spec.rope.is_interleaved,
+        triton.next_power_of_2(spec.head_dim // 2),
         num_warps=1,
     )
-    return experts, weights
+    return queries

@@ -7,6 +7,8 @@ partial sums of the columns' pieces are added afterwards, in a fixed order.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,23 @@ from headwater.gpu.kernels.experts import FP8_BLOCK
 from headwater.gpu.kernels.grouped import product_type
 
 MAX_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class OneTokenTile:
+    """A program's rows, and what it reads at a time: groups of 128 columns, so many ahead."""
+
+    rows: int
+    groups: int
+    warps: int
+    stages: int
+
+
+def one_token_tile(groups: int) -> OneTokenTile:
+    """For rows of so many groups: three steps or more, so that reading never rests (H200)."""
+    return OneTokenTile(8, 8, 4, 4) if groups >= 24 else OneTokenTile(16, 4, 2, 4)
+
+
 _ROWS = 64
 # Programs wanted at once: a few for each multiprocessor of a large card.
 _PROGRAMS = 512
@@ -63,31 +82,36 @@ def _multiply_one(
     x,
     values,
     scales,
-    partial,
+    out,
     rows: tl.constexpr,
     columns: tl.constexpr,
-    blocks_each: tl.constexpr,
     block_n: tl.constexpr,
+    block_g: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """One token: plain multiplications, as tiles of one are mostly empty."""
+    """One token: plain multiplications, as tiles of one are mostly empty.
+
+    A program owns a few whole rows, so that nothing is left to be added up. Each step reads
+    `block_g` groups of 128 columns, which share a scale per row block.
+    """
     first = tl.program_id(0) * block_n
     row = first + tl.arange(0, block_n)
+    inner = tl.arange(0, 128)
     num_groups: tl.constexpr = (columns + 127) // 128
-    total = tl.zeros((block_n, 128), dtype=tl.float32)
-    for step in tl.range(0, blocks_each, num_stages=stages):
-        group = tl.program_id(1) * blocks_each + step
-        column = group * 128 + tl.arange(0, 128)
-        is_there = (row < rows)[:, None] & (column < columns)[None, :]
-        place = row[:, None].to(tl.int64) * columns + column[None, :]
-        weight = tl.load(values + place, mask=is_there, other=0.0).to(tl.float32)
+    total = tl.zeros((block_n, block_g, 128), dtype=tl.float32)
+    for step in tl.range(0, (num_groups + block_g - 1) // block_g, num_stages=stages):
+        group = step * block_g + tl.arange(0, block_g)
+        column = group[:, None] * 128 + inner[None, :]
+        is_there = column < columns
         # All rows of a program lie in one block of scales.
         scale = tl.load(
             scales + first // 128 * num_groups + group, mask=group < num_groups, other=0.0
         )
-        token = tl.load(x + column, mask=column < columns, other=0.0).to(tl.float32) * scale
-        total += weight * token[None, :]
-    tl.store(partial + tl.program_id(1) * rows + row, tl.sum(total, axis=1), mask=row < rows)
+        token = tl.load(x + column, mask=is_there, other=0.0).to(tl.float32) * scale[:, None]
+        place = row[:, None, None].to(tl.int64) * columns + column[None]
+        mask = (row < rows)[:, None, None] & is_there[None]
+        total += tl.load(values + place, mask=mask, other=0.0).to(tl.float32) * token[None]
+    tl.store(out + row, tl.sum(tl.sum(total, axis=2), axis=1), mask=row < rows)
 
 
 def few_rows_pieces(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
@@ -97,15 +121,27 @@ def few_rows_pieces(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """
     (num_tokens, columns), rows = x.shape, values.shape[0]
     assert num_tokens <= MAX_TOKENS, "made for few tokens"
-    row_blocks, groups = triton.cdiv(rows, _ROWS), triton.cdiv(columns, FP8_BLOCK)
+    groups = triton.cdiv(columns, FP8_BLOCK)
+    if num_tokens == 1:
+        out = torch.empty(1, 1, rows, device=x.device)
+        one = one_token_tile(groups)
+        _multiply_one[(triton.cdiv(rows, one.rows),)](
+            x,
+            values,
+            scales,
+            out,
+            rows,
+            columns,
+            one.rows,
+            one.groups,
+            one.stages,
+            num_warps=one.warps,
+        )
+        return out
+    row_blocks = triton.cdiv(rows, _ROWS)
     blocks_each = max(1, groups * row_blocks // _PROGRAMS)
     pieces = triton.cdiv(groups, blocks_each)
     partial = torch.empty(pieces, num_tokens, rows, device=x.device)
-    if num_tokens == 1:
-        _multiply_one[(row_blocks, pieces)](
-            x, values, scales, partial, rows, columns, blocks_each, _ROWS, _STAGES, num_warps=4
-        )
-        return partial
     _multiply[(row_blocks, pieces)](
         x,
         values,

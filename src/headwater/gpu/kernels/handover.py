@@ -1,10 +1,11 @@
 """From the GPU to the CPU's experts and back, by flags in mapped memory (Triton).
 
-Owns the order of writes. A program writes a token's inputs; the barrier orders them before the
-ticket, which the program that comes last stores with release at the scope of the whole system (PTX
-ISA, memory consistency model: such a store covers what the thread has seen of others, so that one
-fence does for all). For the answer one thread of each program polls, with acquire: more would keep
-the bus and the flag's cache line busy.
+Owns the order of writes. For a single token no kernel is there for the hand-over alone: the gate's
+programs write the inputs and the choice, and the last of them the ticket (gating.py), with release
+at the scope of the whole system (PTX ISA, memory consistency model: such a store covers what the
+thread has seen of others, so that one fence does for all). The next layer's norm looks for the
+answer: one thread polls, with acquire. With several tokens a kernel of one warp waits for it, as
+programs that wait keep others, of the other lane, from their multiprocessors.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -12,19 +13,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
+
+from headwater.gpu.kernels.pieces import rms_norm, sum_of_pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headwater.gpu.mailbox import Lane
+    from headwater.gpu.resident import Norm
 
-_LAYER_BITS = 16
+LAYER_BITS = 16
 
 
 @triton.jit
-def _store_release(address, value):
+def store_release(address, value):
     """The first thread stores a 64-bit value after all that it has seen."""
     return tl.inline_asm_elementwise(
         """
@@ -73,98 +78,88 @@ def _wait_acquire(address, value):
     )
 
 
-@triton.jit(do_not_specialize=["layer"])
-def _post(
-    x,
-    experts,
-    weights,
-    host_x,
-    host_experts,
-    host_weights,
+@triton.jit(do_not_specialize=["layer", "num_tokens"])
+def _add_and_norm(
+    hidden,
+    partial,
+    answer,
     count,
-    arrivals,
-    posted,
+    done,
     layer,
-    width,
-    num_tokens: tl.constexpr,
-    num_choices: tl.constexpr,
+    weight,
+    normal,
+    rounded,
+    eps,
+    num_tokens,
+    width: tl.constexpr,
+    pieces: tl.constexpr,
     layer_bits: tl.constexpr,
-    columns: tl.constexpr,
-    choices: tl.constexpr,
+    block: tl.constexpr,
 ):
     token = tl.program_id(0)
-    number = tl.load(count, volatile=True) + 1
-    column = tl.arange(0, columns)
+    column = tl.arange(0, block)
+    mask = column < width
     place = token * width + column
-    is_there = column < width
-    tl.store(host_x + place, tl.load(x + place, mask=is_there, other=0.0), mask=is_there)
-    choice = tl.arange(0, choices)
-    slot = token * num_choices + choice
-    mask = choice < num_choices
-    chosen = tl.load(experts + slot, mask=mask, other=0).to(tl.int32)
-    tl.store(host_experts + slot, chosen, mask=mask)
-    tl.store(host_weights + slot, tl.load(weights + slot, mask=mask, other=0.0), mask=mask)
-    tl.debug_barrier()
-    is_last = True
-    if num_tokens > 1:
-        is_last = tl.atomic_add(arrivals, 1) == num_tokens - 1
-    if is_last:
-        if num_tokens > 1:
-            tl.store(arrivals, 0)
-        tl.store(count, number)
-        _store_release(posted.to(tl.int64), (number << layer_bits) | layer)
+    x = tl.load(hidden + place, mask=mask, other=0.0)
+    if pieces > 0:
+        x += sum_of_pieces(partial, token, num_tokens, 0, width, column, mask, pieces)
+    scale = 0.0
+    if weight is not None:
+        scale = tl.load(weight + column, mask=mask, other=0.0)
+    if answer is not None:
+        if done is not None:
+            _wait_acquire(done.to(tl.int64), (tl.load(count) << layer_bits) | layer)
+            tl.debug_barrier()
+        x += tl.load(answer + place, mask=mask, other=0.0, volatile=True)
+    tl.store(hidden + place, x, mask=mask)
+    if weight is not None:
+        y = rms_norm(x, scale, eps, width)
+        if normal is not None:
+            tl.store(normal + place, y, mask=mask)
+        tl.store(rounded + place, y.to(rounded.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _add_answer(
-    hidden, output, count, done, layer, width, layer_bits: tl.constexpr, columns: tl.constexpr
-):
-    column = tl.arange(0, columns)
-    place = tl.program_id(0) * width + column
-    is_there = column < width
-    before = tl.load(hidden + place, mask=is_there, other=0.0)
-    ticket = (tl.load(count) << layer_bits) | layer
-    _wait_acquire(done.to(tl.int64), ticket)
-    tl.debug_barrier()
-    term = tl.load(output + place, mask=is_there, other=0.0, volatile=True)
-    tl.store(hidden + place, before + term, mask=is_there)
+def _wait(count, done, layer, layer_bits: tl.constexpr):
+    _wait_acquire(done.to(tl.int64), (tl.load(count) << layer_bits) | layer)
 
 
-def post(lane: Lane, layer: int, x: Tensor, experts: Tensor, weights: Tensor) -> None:
-    """Asks for `layer` of FP32 x [T, hidden], integer experts and FP32 weights [T, k]."""
-    num_tokens, width = x.shape
-    _post[(num_tokens,)](
-        x,
-        experts,
-        weights,
-        lane.x,
-        lane.experts,
-        lane.weights,
-        lane.count,
-        lane.arrivals,
-        lane.posted,
-        layer,
-        width,
-        num_tokens,
-        experts.shape[1],
-        _LAYER_BITS,
-        triton.next_power_of_2(width),
-        triton.next_power_of_2(experts.shape[1]),
-        num_warps=8,
-    )
+def add_and_norm(
+    hidden: Tensor,
+    partial: Tensor | None,
+    answer: tuple[Lane, int] | None,
+    norm: Norm | None,
+    *,
+    is_kept: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """hidden += the sum of partial's pieces and, once it is there, the lane's answer of a layer.
 
-
-def add_answer(lane: Lane, layer: int, hidden: Tensor) -> None:
-    """Waits for `layer`'s answer, and adds it to FP32 hidden [T, hidden]."""
+    `hidden` is FP32 [T, N], `partial` FP32 [pieces, T, N] or None. Gives hidden's norm in FP32, if
+    it is kept, and in BF16; nothing without a norm.
+    """
     num_tokens, width = hidden.shape
-    _add_answer[(num_tokens,)](
+    normal = torch.empty_like(hidden) if is_kept else None
+    rounded = None if norm is None else torch.empty_like(hidden, dtype=torch.bfloat16)
+    lane, layer = answer or (None, 0)
+    is_alone = num_tokens == 1
+    if lane is not None and not is_alone:
+        _wait[(1,)](lane.count, lane.done, layer, LAYER_BITS, num_warps=1)
+    _add_and_norm[(num_tokens,)](
         hidden,
-        lane.output,
-        lane.count,
-        lane.done,
+        partial,
+        None if lane is None else lane.output,
+        lane.count if lane is not None and is_alone else None,
+        lane.done if lane is not None and is_alone else None,
         layer,
+        None if norm is None else norm.weight,
+        normal,
+        rounded,
+        0.0 if norm is None else norm.eps,
+        num_tokens,
         width,
-        _LAYER_BITS,
+        0 if partial is None else partial.shape[0],
+        LAYER_BITS,
         triton.next_power_of_2(width),
-        num_warps=8,
+        num_warps=16,
     )
+    return normal, rounded
