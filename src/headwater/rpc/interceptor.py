@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import grpc
 
 from headwater.errors import HeadwaterError, InternalError
-from headwater.rpc.ending import end_with
+from headwater.rpc.ending import end_with, letting_go
 from headwater.rpc.parsing import Malformed, forgiving, guarded
 from headwater.telemetry.tracing import failed, server_span
 from headwater.wire.status import code_of
@@ -72,7 +72,7 @@ def _wrap_unary(
     method: str, behavior: Callable[[Any, Context], Awaitable[Any]], calls: RunningCalls
 ) -> Any:
     async def handle(request: Any, context: Context) -> Any:
-        with server_span(method, context.invocation_metadata()) as span:
+        with letting_go(), server_span(method, context.invocation_metadata()) as span:
             try:
                 with calls.one():
                     if isinstance(request, Malformed):
@@ -93,7 +93,7 @@ def _wrap_stream(
     # A coroutine that writes: a generator that gRPC abandons at a cancellation would be closed
     # late, and in another context.
     async def handle(request: Any, context: Context) -> None:
-        with server_span(method, context.invocation_metadata()) as span:
+        with letting_go(), server_span(method, context.invocation_metadata()) as span:
             try:
                 with calls.one():
                     if isinstance(request, Malformed):

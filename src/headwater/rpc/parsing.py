@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from headwater.errors import InvalidRequestError, NotOfferedError
-from headwater.rpc.ending import end_with
+from headwater.rpc.ending import end_with, letting_go
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -51,11 +51,12 @@ def guarded(method: str, handler: Any, max_bytes: int) -> Any:
     """
 
     async def unary(request: Any, context: Any) -> Any:
-        await _refuse_malformed(method, request, context)
-        try:
-            return await (handler.unary_unary or handler.unary_stream)(request, context)
-        except NotImplementedError:
-            await end_with(method, context, NotOfferedError(f"{method} is not offered"))
+        with letting_go():
+            await _refuse_malformed(method, request, context)
+            try:
+                return await (handler.unary_unary or handler.unary_stream)(request, context)
+            except NotImplementedError:
+                await end_with(method, context, NotOfferedError(f"{method} is not offered"))
 
     async def checked(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for request in requests:
@@ -63,8 +64,9 @@ def guarded(method: str, handler: Any, max_bytes: int) -> Any:
             yield request
 
     async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        async for response in handler.stream_stream(checked(requests, context), context):
-            yield response
+        with letting_go():
+            async for response in handler.stream_stream(checked(requests, context), context):
+                yield response
 
     if handler.unary_unary is not None:
         make: Any = grpc.unary_unary_rpc_method_handler
