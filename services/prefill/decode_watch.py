@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from headwater.services.prefill.copy_share import Reading
 from headwater.v1 import decode_service_pb2
 
 if TYPE_CHECKING:
     from headwater.services.prefill.attachment import Attachment
+    from headwater.services.prefill.copy_share import CopyShare
     from headwater.services.prefill.models import PromptModels
     from headwater.services.prefill.ways import PassWays
 
@@ -23,11 +25,11 @@ _INTERVAL_SECONDS = 0.2
 class DecodeWatch:
     """Tells `ways` and `models` whether decode computes answers; a silent one computes none.
 
-    `copy_share` is what copies of weights may take of the time while it does.
+    `copy_share` says what copies of weights may take of the time while it does.
     """
 
     def __init__(
-        self, attachment: Attachment, ways: PassWays, models: PromptModels, copy_share: float
+        self, attachment: Attachment, ways: PassWays, models: PromptModels, copy_share: CopyShare
     ) -> None:
         self._attachment = attachment
         self._ways = ways
@@ -48,4 +50,13 @@ class DecodeWatch:
     def _note(self, status: decode_service_pb2.GetDecodeStatusResponse) -> None:
         self._ways.leaves_one_to_decode = status.uses_gpu and self._models.is_shared_with_decode
         self._ways.note_decode(is_at_work=status.running_requests > 0)
-        self._models.share_copies(self._copy_share if self._ways.is_decode_at_work else 1.0)
+        reading = Reading(
+            status.running_requests,
+            status.steps,
+            status.busy_seconds,
+            self._models.streamed_bytes,
+            is_mixed=status.pending_extend_tokens > 0,
+        )
+        self._copy_share.observe(reading)
+        is_at_work = self._ways.is_decode_at_work
+        self._models.share_copies(self._copy_share.share if is_at_work else 1.0)

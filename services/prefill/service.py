@@ -9,6 +9,7 @@ from headwater.kernels.start import start_workers
 from headwater.rpc.link import Link
 from headwater.rpc.server import Registration, Server, stop_signal
 from headwater.services.prefill.attachment import Attachment
+from headwater.services.prefill.copy_share import CopyShare
 from headwater.services.prefill.decode_watch import DecodeWatch
 from headwater.services.prefill.engine import PrefillEngine
 from headwater.services.prefill.models import PromptModels
@@ -29,7 +30,8 @@ async def run(config: Config) -> None:
     ways = PassWays(config.prefill.chunk_tokens)
     models = PromptModels(config, workers, ways)
     attachment = Attachment(config.prefill.decode_address, models, link)
-    watch = DecodeWatch(attachment, ways, models, config.gpu.copy_share)
+    copy_share = CopyShare(config.gpu.copy_share)
+    watch = DecodeWatch(attachment, ways, models, copy_share)
     engine = PrefillEngine(
         chunk_tokens=config.prefill.chunk_tokens,
         max_waiting=config.prefill.max_waiting,
@@ -58,6 +60,7 @@ async def run(config: Config) -> None:
             "headwater.prefill.passes": lambda: engine.num_passes,
             "headwater.prefill.shared_passes": lambda: ways.num_shared,
             "headwater.prefill.gpus": lambda: models.num_gpus,
+            "headwater.prefill.copy_share": lambda: copy_share.share,
             "headwater.prefill.lost_ranks": lambda: models.num_lost,
             "headwater.prefill.busy_time": lambda: engine.streaming.busy_seconds,
             "headwater.h2d.copied": lambda: engine.streaming.total,

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from headwater.services.prefill import ways as ways_module
+from headwater.services.prefill.copy_share import CopyShare
 from headwater.services.prefill.decode_watch import DecodeWatch
 from headwater.services.prefill.ways import PassWays
 
@@ -101,8 +102,16 @@ class _Attachment:
         return answer
 
 
+def _status(running: int) -> Any:
+    return SimpleNamespace(
+        uses_gpu=True, running_requests=running, steps=0, busy_seconds=0.0, pending_extend_tokens=0
+    )
+
+
 class _Models:
     """Notes the shares it was given."""
+
+    streamed_bytes = 0
 
     def __init__(self, *, is_shared: bool) -> None:
         self.is_shared_with_decode = is_shared
@@ -118,13 +127,13 @@ async def test_prefill_learns_what_decode_does(clock: _Clock, is_shared: bool) -
         grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()
     )
     attachment = _Attachment(
-        SimpleNamespace(uses_gpu=True, running_requests=0),
-        SimpleNamespace(uses_gpu=True, running_requests=2),
+        _status(0),
+        _status(2),
         lost,
-        SimpleNamespace(uses_gpu=True, running_requests=1),
+        _status(1),
     )
     ways, models = _two_ways(), _Models(is_shared=is_shared)
-    watch = DecodeWatch(attachment, ways, models, 0.6)  # type: ignore[arg-type]
+    watch = DecodeWatch(attachment, ways, models, CopyShare(0.6))  # type: ignore[arg-type]
     watching = asyncio.create_task(watch.watch_forever())
     await asyncio.wait_for(attachment.is_done.wait(), 30)
     watching.cancel()

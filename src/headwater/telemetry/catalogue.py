@@ -204,6 +204,12 @@ _PREFILL = (
         "Those of them that several GPUs computed together",
     ),
     gauge("headwater.prefill.gpus", "{gpu}", "prefill", "GPUs that the next pass takes"),
+    gauge(
+        "headwater.prefill.copy_share",
+        "1",
+        "prefill",
+        "Share of the time that copies of weights may take while answers are computed",
+    ),
     counter(
         "headwater.prefill.lost_ranks",
         "{loss}",
