@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -123,7 +124,10 @@ def bench_dual(cases: Mapping[Shape, Sequence[tuple[int, int]]]) -> Iterator[dic
                     "rows": rows,
                     "context": context,
                 } | _compare_ways(decoder, rows, context)
+                # Its steps know it, so that it goes when it is looked for.
                 del decoder
+                gc.collect()
+                torch.cuda.empty_cache()
 
 
 def hand_over(
