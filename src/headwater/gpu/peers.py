@@ -51,16 +51,17 @@ class Peers:
         # Others on the host may share the switch that multicast needs.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         try:
-            store = dist.FileStore(str(meeting), world_size)
+            backends: Any = dist
+            store = backends.FileStore(str(meeting), world_size)
             if transport == "nccl":
-                options: Any = dist.ProcessGroupNCCL.Options()
+                options = backends.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+                group = backends.ProcessGroupNCCL(store, rank, world_size, options)
             else:
-                options = dist.ProcessGroupGloo._Options()
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+                options = backends.ProcessGroupGloo._Options()
+                options._devices = [backends.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
                 options._timeout = timeout
-                group = dist.ProcessGroupGloo(store, rank, world_size, options)
+                group = backends.ProcessGroupGloo(store, rank, world_size, options)
         except RuntimeError as failure:
             raise UnavailableError(
                 f"gpu: rank {rank} of {world_size} did not meet the others: "

@@ -174,9 +174,11 @@ def fastest_tail(
     return ways[best]
 
 
-def _tail_inputs(tokens: int, key_dim: int, value_dim: int, device: torch.device) -> list[Tensor]:
+def _tail_inputs(
+    tokens: int, key_dim: int, value_dim: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _trial_inputs(tokens, key_dim, value_dim, device)
-    return [q[:, :, -tokens // 4 :], k, v]
+    return q[:, :, -tokens // 4 :], k, v
 
 
 def trial_seconds(key_dim: int, value_dim: int, device: torch.device) -> dict[_Choice, float]:
