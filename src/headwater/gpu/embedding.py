@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 # Rows gathered while those before are copied.
-_SLICE = 2048
+SLICE_ROWS = 2048
 
 
 class Embedding:
@@ -21,24 +21,28 @@ class Embedding:
     def __init__(self, table: Tensor, device: torch.device) -> None:
         self._table = table
         self._device = device
+        self._is_cuda = device.type == "cuda"
         self._staging: list[Tensor] = []
-        self._copied: list[Any] = []
+        # When what lies in it has been copied.
+        self._copied: list[Any] = [None, None]
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """int64 [n] on the host -> FP32 [n, hidden] on the device."""
-        if self._device.type != "cuda":
-            return self._table[token_ids].to(self._device).float()
-        width = self._table.shape[1]
         if not self._staging:
-            shape, dtype = (_SLICE, width), self._table.dtype
-            self._staging = [torch.empty(shape, dtype=dtype, pin_memory=True) for _ in range(2)]
-            self._copied = [torch.cuda.Event() for _ in range(2)]
-        out = torch.empty(len(token_ids), width, device=self._device)
-        for number, first in enumerate(range(0, len(token_ids), _SLICE)):
-            wanted = token_ids[first : first + _SLICE]
-            staging, copied = self._staging[number % 2], self._copied[number % 2]
-            copied.synchronize()
-            found = torch.index_select(self._table, 0, wanted, out=staging[: len(wanted)])
-            out[first : first + _SLICE] = found.to(self._device, non_blocking=True)
-            copied.record()
+            shape, dtype = (SLICE_ROWS, self._table.shape[1]), self._table.dtype
+            self._staging = [
+                torch.empty(shape, dtype=dtype, pin_memory=self._is_cuda) for _ in range(2)
+            ]
+        out = torch.empty(len(token_ids), self._table.shape[1], device=self._device)
+        for number, first in enumerate(range(0, len(token_ids), SLICE_ROWS)):
+            wanted = token_ids[first : first + SLICE_ROWS]
+            place = number % 2
+            if self._copied[place] is not None:
+                self._copied[place].synchronize()
+            found = self._staging[place][: len(wanted)]
+            torch.index_select(self._table, 0, wanted, out=found)
+            out[first : first + SLICE_ROWS] = found.to(self._device, non_blocking=True)
+            if self._is_cuda:
+                self._copied[place] = torch.cuda.Event()
+                self._copied[place].record()
         return out
