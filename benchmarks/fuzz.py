@@ -1,8 +1,8 @@
 """Do attacks on every gRPC service break, leak or block anything?
 
-`python -m benchmarks.fuzz [--minutes 5] [--seed S] [--json FILE]`; tests/fuzz/attacks.py says what
-is sent, tests/fuzz/fuzz.py what is checked after each round. Ends at the first round after which
-the stack is not as before.
+`python -m benchmarks.fuzz [--minutes 5] [--only KIND] [--seed S] [--json FILE]`; what is sent is in
+tests/fuzz/attacks.py, what is checked after each round in tests/fuzz/fuzz.py. Ends at the first
+round after which the stack is not as before.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 from benchmarks.record import write_result
 
 from headwater.shm import list_segments, reap
-from tests.fuzz.fuzz import SETTINGS, Fuzz
+from tests.fuzz.fuzz import SETTINGS, WEIGHTS, Fuzz
 from tests.integration.stack import Stack
 from tests.tiny_model import write_tiny_model
 
 ROUND_SECONDS = 10.0
 
 
-async def run(seed: int, seconds: float, folder: Path) -> dict[str, Any]:
+async def run(seed: int, seconds: float, kinds: list[str], folder: Path) -> dict[str, Any]:
     """One fuzzing; returns its figures."""
     prefix = f"hwfuzz-{os.getpid()}"
     stack = Stack(write_tiny_model(folder / "model"), prefix, folder, list(SETTINGS))
-    fuzz = Fuzz(stack, seed)
+    fuzz = Fuzz(stack, seed, kinds)
     try:
         stack.start()
         await fuzz.run(seconds, ROUND_SECONDS)
@@ -51,12 +51,14 @@ def main() -> int:
     """Runs and prints a summary; 1 when there was something to complain about."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--only", choices=WEIGHTS, help="one kind of attack instead of all")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--json")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        figures = asyncio.run(run(arguments.seed, 60 * arguments.minutes, Path(folder)))
+        kinds = [arguments.only] if arguments.only else list(WEIGHTS)
+        figures = asyncio.run(run(arguments.seed, 60 * arguments.minutes, kinds, Path(folder)))
     for name, count in figures["outcomes"].items():
         print(f"{name:52} {count}")
     write_result(arguments.json, {"seed": arguments.seed, "minutes": arguments.minutes} | figures)

@@ -33,6 +33,8 @@ from tests.fuzz.trickle import trickling
 from tests.integration.soak import Footprint, growth
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tests.integration.stack import Stack
 
 # Leases that an attack leaves behind end soon.
@@ -41,7 +43,7 @@ _NUM_ATTACKERS = 6
 _HUNG_SECONDS = 30.0
 _EMPTY_SECONDS = 20.0
 _MAX_COMPLAINTS = 50
-_WEIGHTS = {
+WEIGHTS = {
     "message": 20,
     "fields": 30,
     "broken": 20,
@@ -56,11 +58,15 @@ _BUSY = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
 class Fuzz:
-    """One fuzzing of one stack; `seed` brings the draws back, though not their interleaving."""
+    """One fuzzing of one stack; `seed` brings the draws back, though not their interleaving.
 
-    def __init__(self, stack: Stack, seed: int) -> None:
+    `kinds` are methods of Attacker, of WEIGHTS.
+    """
+
+    def __init__(self, stack: Stack, seed: int, kinds: Sequence[str] = tuple(WEIGHTS)) -> None:
         self._stack = stack
         self._seed = seed
+        self._kinds = tuple(kinds)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._good: tuple[tuple[int, ...], ...] = ()
         self._num_read: dict[str, int] = {}
@@ -121,13 +127,13 @@ class Fuzz:
         )
 
     async def _attack_until(self, end: float, seed: str) -> None:
-        kinds, weights = list(_WEIGHTS), list(_WEIGHTS.values())
+        weights = [WEIGHTS[kind] for kind in self._kinds]
         number = 0
         while time.monotonic() < end:
             name = f"{seed}/{number}"
             draw = random.Random(name)
             attacker = Attacker(self._stack.addresses, self._channels, draw)
-            kind = draw.choices(kinds, weights)[0]
+            kind = draw.choices(self._kinds, weights)[0]
             try:
                 async with asyncio.timeout(_HUNG_SECONDS):
                     how = await getattr(attacker, kind)()
