@@ -326,7 +326,7 @@ def mla_values(spec: MlaSpec, latents: Tensor, values: Tensor) -> Tensor:
     num_tokens = latents.shape[0]
     width = spec.num_heads * spec.v_dim
     out = torch.empty(num_tokens, width, dtype=torch.bfloat16, device=latents.device)
-    block = min(64, max(16, triton.next_power_of_2(spec.v_dim)))
+    block = min(32, max(16, triton.next_power_of_2(spec.v_dim)))
     grid = (spec.num_heads, triton.cdiv(spec.v_dim, block), triton.cdiv(num_tokens, _TOKENS))
     _mla_values[grid](
         latents,
