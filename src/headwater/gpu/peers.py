@@ -64,8 +64,7 @@ class Peers:
                 group = backends.ProcessGroupGloo(store, rank, world_size, options)
         except RuntimeError as failure:
             raise UnavailableError(
-                f"gpu: rank {rank} of {world_size} did not meet the others: "
-                f"{str(failure).splitlines()[0]}"
+                f"gpu: rank {rank} of {world_size} did not meet the others: {_reason(failure)}"
             ) from failure
         return cls(group, rank, world_size, transport)
 
@@ -106,7 +105,7 @@ class Peers:
     def _lost(self, failure: RuntimeError) -> UnavailableError:
         return UnavailableError(
             f"gpu: rank {self.rank} of {self.world_size} lost another one; the prompt is given up: "
-            f"{str(failure).splitlines()[0]}"
+            f"{_reason(failure)}"
         )
 
 
@@ -135,3 +134,11 @@ class Transfer:
         if self._target is not self._received:
             self._received.copy_(self._target)
         return self._received
+
+
+def _reason(failure: RuntimeError) -> str:
+    """The sentence of a message that begins with a place in a source file and ends with advice."""
+    line = str(failure).splitlines()[0]
+    if line.startswith("["):
+        line = line.partition("] ")[2] or line
+    return line.partition(". ")[0]

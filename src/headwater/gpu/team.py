@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 # Libraries, kernels and connections; and the longest that a layer may take.
 START_SECONDS = 300.0
 LAYER_SECONDS = 300.0
+# Connections close before a process is gone.
+_DEATH_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,14 @@ class RankProcess:
     def is_alive(self) -> bool:
         """Whether it runs."""
         return self._process.poll() is None
+
+    def has_died(self, seconds: float) -> bool:
+        """Whether it ends within so long."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def kill(self) -> None:
         """Ends it, whatever it does; it may take a moment until `wait` returns."""
@@ -173,7 +183,7 @@ class Team:
                 except UnavailableError:
                     raise self._lost(rank) from None
                 if message.what == "failed":
-                    raise _error_of(message)
+                    raise self._cause_of(rank, message)
                 found[self.ranks.index(rank)] = message
         return [found[self.ranks.index(rank)] for rank in ranks]
 
@@ -190,6 +200,16 @@ class Team:
             rank.wait()
         self.ranks = []
         self._folder.cleanup()
+
+    def _cause_of(self, rank: RankProcess, message: Message) -> HeadwaterError:
+        """What a rank tells, or that another has died, which is often why."""
+        error = _error_of(message)
+        if isinstance(error, UnavailableError):
+            others = (other for other in self.ranks if other is not rank)
+            dead = next((other for other in others if other.has_died(_DEATH_SECONDS)), None)
+            if dead is not None:
+                return self._lost(dead)
+        return error
 
     def _lost(self, rank: RankProcess) -> UnavailableError:
         number = self.ranks.index(rank)
