@@ -95,7 +95,8 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         )
         ways = self._engine.ways
         for way, costs in ways.all_costs.items() if len(ways.passes) > 1 else ():
-            status.ways.add(gpus=way, costs=pass_costs_to_pb(costs), passes=ways.passes[way])
+            passes = ways.passes.get(way, 0)
+            status.ways.add(gpus=way, costs=pass_costs_to_pb(costs), passes=passes)
         if self._attachment.store is not None:
             status.weights.CopyFrom(segment_handle_to_pb(self._attachment.store.handle))
         return status

@@ -31,6 +31,7 @@ class PassWays:
     """
 
     def __init__(self, pass_tokens: int) -> None:
+        self._pass_tokens = pass_tokens
         self._meters = {1: CostMeter(pass_tokens)}
         self.passes = {1: 0}
         self.current = 1
@@ -61,7 +62,7 @@ class PassWays:
     @property
     def pass_tokens(self) -> int:
         """Tokens that a pass may have, the current way."""
-        return self._meters[self.current].max_tokens_per_pass
+        return self._meter_of(self.current).max_tokens_per_pass
 
     @property
     def costs(self) -> PassCosts:
@@ -86,15 +87,19 @@ class PassWays:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A pass the current way took so long."""
-        self._meters[self.current].observe(num_tokens, seconds)
+        self._meter_of(self.current).observe(num_tokens, seconds)
 
     def observe_made_up(self, way: int, num_tokens: int, seconds: float) -> None:
         """The same of a pass that computed no prompt."""
-        self._meters[way].observe(num_tokens, seconds)
+        self._meter_of(way).observe(num_tokens, seconds)
 
     def count(self) -> None:
         """A pass the current way has computed prompts."""
-        self.passes[self.current] += 1
+        self.passes[self.current] = self.passes.get(self.current, 0) + 1
+
+    def _meter_of(self, way: int) -> CostMeter:
+        """Its meter; of a way that is no longer offered, since a moment ago, one of its own."""
+        return self._meters.get(way) or CostMeter(self._pass_tokens)
 
     def _best(self, num_tokens: int) -> int:
         ways = sorted(self._meters)
