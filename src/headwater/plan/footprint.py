@@ -23,6 +23,7 @@ class Footprint:
     routed experts, of `num_routed` layers. `serial_bytes` are what the GPU reads in a decode step
     while the CPU waits: all that is neither a routed nor a shared expert. `token_flops` are the
     products of one token with the layers' weights, `pair_flops` those of two tokens in attention.
+    With `has_latents` the cache holds what all heads share instead of keys and values.
     """
 
     num_layers: int
@@ -39,6 +40,7 @@ class Footprint:
     token_flops: float
     pair_flops: float
     kv_token_bytes: int
+    has_latents: bool
 
     def chosen_bytes(self, num_tokens: float) -> float:
         """Routed experts that so many tokens read, if all are equally likely."""
@@ -86,6 +88,7 @@ def footprint_of(spec: ModelSpec) -> Footprint:
         token_flops=flops,
         pair_flops=sum(_pair_flops(layer.attention) for layer in spec.layers),
         kv_token_bytes=cache_token_bytes(spec),
+        has_latents=isinstance(spec.layers[0].attention, MlaSpec),
     )
 
 

@@ -24,9 +24,10 @@ _JOINT_LINK_SHARE, _EXCHANGED_BYTES = 0.975, 3.0
 # Of reading: routed experts of one token and of several, and a whole step on the CPU.
 _ONE_TOKEN_SHARE, _FEW_TOKENS_SHARE, _CPU_STEP_SHARE = 0.92, 0.84, 0.89
 # GPU's part of a decode layer: kernels' own time, hand-over, and the share of memory's rate.
-_DECODE_LAYER_SECONDS, _HAND_OVER_SECONDS, _GPU_READ_SHARE = 62e-6, 13e-6, 0.55
-# Absorbed attention reads keys once for scores and once for sums, and scores several times.
-_KV_READS = 3.0
+_DECODE_LAYER_SECONDS, _HAND_OVER_SECONDS, _GPU_READ_SHARE = 57e-6, 8e-6, 0.75
+# Attention takes as long as reading the cache so often: once, but latents, which all heads share,
+# are bound by products.
+_KV_READS, _LATENT_READS = 1.0, 4.4
 _GIGA, _TERA = 1e9, 1e12
 
 
@@ -95,7 +96,8 @@ def step_time(
     cpu = chosen / read / share
     gpu_read = _GPU_READ_SHARE * machine.gpus[0].memory_gb_per_s * _GIGA
     gpu = model.num_layers * _DECODE_LAYER_SECONDS + model.num_routed * _HAND_OVER_SECONDS
-    gpu += (model.serial_bytes + _KV_READS * kv_bytes) / gpu_read
+    reads = _LATENT_READS if model.has_latents else _KV_READS
+    gpu += (model.serial_bytes + reads * kv_bytes) / gpu_read
     return StepTime(cpu + gpu, cpu, gpu)
 
 
