@@ -7,6 +7,7 @@ few layers of them are repeated. Results are written after each row: an end by f
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from record import write_result
@@ -138,6 +139,21 @@ def numerics(arguments: argparse.Namespace) -> None:
         show_all(rows, arguments.json)
 
 
+def whole(arguments: argparse.Namespace) -> None:
+    """Whole models after prompts of text, by every recipe, against the CPU's reference."""
+    import torch
+    from tokenizers import Tokenizer
+
+    from headwater.bench.gpu.whole_model import bench_whole_model
+
+    tokenizer = Tokenizer.from_file(str(arguments.folder / "tokenizer.json"))
+    texts = [path.read_text() for path in arguments.texts]
+    prompts = [tokenizer.encode(text).ids[: arguments.tokens] for text in texts]
+    device = torch.device(arguments.device)
+    rows = bench_whole_model(arguments.folder, prompts, device, arguments.other_isa)
+    show_all(rows, arguments.json)
+
+
 def main() -> None:
     """Runs the measurement that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -207,6 +223,14 @@ def main() -> None:
     command.set_defaults(run=numerics)
     command.add_argument("--device", default="cuda:0")
     command.add_argument("--tokens", type=int, default=256)
+    command.add_argument("--json")
+    command = commands.add_parser("whole", help=whole.__doc__)
+    command.set_defaults(run=whole)
+    command.add_argument("folder", type=Path, help="a model")
+    command.add_argument("texts", type=Path, nargs="+", help="files whose beginnings are prompts")
+    command.add_argument("--tokens", type=int, default=400)
+    command.add_argument("--device", default="cpu")
+    command.add_argument("--other-isa", default="avx2")
     command.add_argument("--json")
     arguments = parser.parse_args()
     arguments.run(arguments)

@@ -28,6 +28,15 @@ def test_close_to_the_better_of_both_ways(merged: float, dual: float, seed: int)
     assert _run(DualBatchPolicy(), 1000, merged, dual, seed) < 1.03 * best
 
 
+@pytest.mark.parametrize(("dual", "trials"), [(0.5, 2), (2.0, 2), (0.95, 3)])
+def test_a_clear_difference_needs_fewer_trials(dual: float, trials: int) -> None:
+    policy, ways = DualBatchPolicy(), []
+    for _ in range(20):
+        ways.append(policy.is_dual(4, 256))
+        policy.observe(4, 256, dual if ways[-1] else 1.0, is_dual=ways[-1])
+    assert (ways.count(False) if dual < 1 else ways.count(True)) == trials
+
+
 def test_changes_its_mind_when_times_change() -> None:
     policy = DualBatchPolicy()
     _run(policy, 100, 1.0, 2.0, 1)

@@ -65,6 +65,23 @@ def _step(
     return model.forward(batch, pages)[batch.last_rows]
 
 
+def test_logits_are_those_of_the_states_that_are_given(tmp_path: Path, shm_prefix: str) -> None:
+    """Of the latest step's, in the batch's order or not, of some of them, of others, and again."""
+    with _models(tmp_path, shm_prefix, "qwen3_moe") as (spec, hybrid, on_cpu):
+        tokens = [prompt(spec, n + 3, seed) for seed, n in enumerate(LENGTHS)]
+        pages = pages_of(spec)
+        for i, n in enumerate(LENGTHS):
+            run(on_cpu, pages, SequenceChunk(tokens[i][:n], 0, BLOCKS[i]))
+        computed = list(LENGTHS)
+        for order in ([0, 1, 2], [2, 0, 1], [1]):
+            found = _step(hybrid, pages, tokens, dict.fromkeys(order, 1), computed)
+            for i in order:
+                computed[i] += 1
+            for states in (found, found[:1], torch.randn(2, spec.hidden_size), found):
+                expected = on_cpu.logits(states).clone()
+                assert relative_error(hybrid.logits(states).clone(), expected) < 1e-2
+
+
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_moe"])
 def test_rows_and_pages_agree_with_the_cpu(
     tmp_path: Path, shm_prefix: str, architecture: str
