@@ -125,10 +125,10 @@ class Attachment:
                 raise
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure) from failure
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = writer
+        previous, self._writer = self._writer, writer
         self._models.use_pool(writer)
+        if previous is not None:
+            previous.close()
         logger.info("attached the KV pool %s", writer.handle.name)
 
     async def _fetch_weights(self) -> None:

@@ -43,6 +43,7 @@ class PromptModels:
         self._session: PrefillSession | None = None
         self._team: TeamModel | None = None
         self._model: Model | None = None
+        self._is_stopping = False
         self.is_shared_with_decode = False
 
     def make(self, spec: ModelSpec, weights: WeightsStore) -> Model:
@@ -65,30 +66,36 @@ class PromptModels:
             return self._ways.current
         return int(self._session is not None)
 
+    # What the properties look at may be replaced meanwhile, by another thread.
+
     @property
     def num_lost(self) -> int:
         """How often ranks were lost and started again."""
-        return self._team.num_lost if self._team is not None else 0
+        team = self._team
+        return team.num_lost if team is not None else 0
 
     @property
     def streamed_bytes(self) -> int:
         """Bytes of weights copied to GPUs so far."""
-        if self._team is not None:
-            return self._team.copied_bytes
-        return self._session.copied_bytes if self._session else 0
+        team, session = self._team, self._session
+        if team is not None:
+            return team.copied_bytes
+        return session.copied_bytes if session is not None else 0
 
     @property
     def ring_occupancy(self) -> float:
         """Share of the ring's slots with experts that are still to be used; the first GPU's."""
-        if self._team is not None:
-            return self._team.occupancy
-        return self._session.model.streamer.occupancy if self._session else 0.0
+        team, session = self._team, self._session
+        if team is not None:
+            return team.occupancy
+        return session.model.streamer.occupancy if session is not None else 0.0
 
     @property
     def measurable(self) -> dict[int, Model]:
         """The models to measure, by number of GPUs."""
-        if self._team is not None:
-            return {way: self._team.measured_on(way) for way in sorted(self._team.max_tokens)}
+        team = self._team
+        if team is not None:
+            return {way: team.measured_on(way) for way in sorted(team.max_tokens)}
         return {1: self._model} if self._model is not None else {}
 
     def use_pool(self, writer: KvWriter) -> None:
@@ -98,10 +105,21 @@ class PromptModels:
 
     def share_copies(self, share: float) -> None:
         """Copies of weights take this share of the time from now on, in (0, 1]."""
-        if self._team is not None:
-            self._team.copy_share = share
-        if self._session is not None:
-            self._session.model.streamer.share = share
+        team, session = self._team, self._session
+        if team is not None:
+            team.copy_share = share
+        if session is not None:
+            session.model.streamer.share = share
+
+    def stop(self) -> None:
+        """Ranks end now, whatever they do: a layer, or their start, may take minutes.
+
+        A prompt that they compute ends with UnavailableError.
+        """
+        self._is_stopping = True
+        team = self._team
+        if team is not None:
+            team.stop()
 
     def close(self) -> None:
         """Lets the devices go."""
@@ -125,7 +143,7 @@ class PromptModels:
             try:
                 return way(spec, weights, devices)
             except (ConfigError, ResourceError, UnavailableError) as problem:
-                if way == self._with_one and self._gpu.prefill == "on":
+                if self._is_stopping or (way == self._with_one and self._gpu.prefill == "on"):
                     raise
                 place = "the CPU" if way == self._with_one else f"{devices[0]} alone"
                 logger.warning("prompts are computed on %s: %s", place, problem)
@@ -147,9 +165,14 @@ class PromptModels:
             threads=threads,
             telemetry=self._config.telemetry,
         )
-        self._team = TeamModel(spec, settings, lambda: self._ways.current)
-        self._ways.offer(self._team.max_tokens)
-        return self._team
+        self._team = team = TeamModel(spec, settings, lambda: self._ways.current, self._ways.limit)
+        try:
+            team.start()
+        except BaseException:
+            self._team = None
+            raise
+        self._ways.offer(team.max_tokens)
+        return team
 
     def _with_one(self, spec: ModelSpec, weights: WeightsStore, devices: tuple[str, ...]) -> Model:
         from headwater.gpu.device import find_device

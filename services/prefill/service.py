@@ -86,5 +86,6 @@ async def run(config: Config) -> None:
         if watching is not None:
             watching.cancel()
         await server.stop(config.prefill.grace_seconds)
+        models.stop()
         engine.stop()
         await attachment.close()

@@ -44,6 +44,11 @@ class PassWays:
         self.passes = dict.fromkeys(max_tokens, 0)
         self.current = max(max_tokens)
 
+    def limit(self, max_tokens: Mapping[int, int]) -> None:
+        """So many tokens may a pass have, of the ways that there are; costs stay as measured."""
+        for way, tokens in max_tokens.items():
+            self._meter_of(way).max_tokens_per_pass = tokens
+
     def note_decode(self, *, is_at_work: bool) -> None:
         """Decode computes answers, or does not, on a GPU that is one of ours."""
         if is_at_work:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,14 +17,16 @@ from headwater.config import TelemetryConfig
 from headwater.errors import (
     CancelledError,
     ConfigError,
+    ResourceError,
     SegmentError,
     UnavailableError,
 )
+from headwater.gpu import team as team_module
 from headwater.gpu.layout import lay_out
 from headwater.gpu.memory_plan import MemoryPlan
 from headwater.gpu.prefill_model import StreamedModel
 from headwater.gpu.streams import HostQueues
-from headwater.gpu.team import RankSettings
+from headwater.gpu.team import RankSettings, Team
 from headwater.gpu.team_model import TeamModel
 from headwater.kv.writer import KvWriter
 from headwater.model.spec import ModelSpec
@@ -38,8 +41,7 @@ if TYPE_CHECKING:
 TOLERANCE = 2e-2
 
 
-@contextmanager
-def _team(rig: Rig, spec: ModelSpec, devices: tuple[str, ...]) -> Iterator[TeamModel]:
+def _model(rig: Rig, spec: ModelSpec, devices: tuple[str, ...]) -> TeamModel:
     settings = RankSettings(
         devices=devices,
         weights=rig.store.handle,
@@ -49,8 +51,15 @@ def _team(rig: Rig, spec: ModelSpec, devices: tuple[str, ...]) -> Iterator[TeamM
         threads=1,
         telemetry=TelemetryConfig(),
     )
-    team = TeamModel(spec, settings, lambda: rig.engine.ways.current)
+    ways = rig.engine.ways
+    return TeamModel(spec, settings, lambda: ways.current, ways.limit)
+
+
+@contextmanager
+def _team(rig: Rig, spec: ModelSpec, devices: tuple[str, ...]) -> Iterator[TeamModel]:
+    team = _model(rig, spec, devices)
     try:
+        team.start()
         team.use_pool(rig.writer)
         rig.engine.ways.offer(team.max_tokens)
         yield team
@@ -132,12 +141,17 @@ def test_ranks_compute_what_one_does_and_a_lost_one_costs_its_prompts_alone(
         assert team.num_lost == 1
         assert set(team.rank_pids).isdisjoint(pids)
 
+        # Others may find less memory than those before had.
+        team.max_tokens = {1: 300, 2: 300}
+        rig.engine.ways.limit(team.max_tokens)
+        assert rig.engine.ways.pass_tokens == 300
         pids = team.rank_pids
         os.kill(pids[0], signal.SIGKILL)
         # Until it is dead, and still ours to be waited for.
         os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOWAIT)
         _assert_close(_ask(rig, PROMPTS[2]), expected[2])
         assert team.num_lost == 2
+        assert rig.engine.ways.pass_tokens == 256
         pids = team.rank_pids
     assert not any(map(_is_alive, pids))
     assert _descriptors() == before
@@ -195,4 +209,72 @@ def test_a_prompt_of_a_pool_that_was_replaced_is_refused(rig: Rig, tiny_model: P
         assert isinstance(error, SegmentError)
         assert "the KV pool of the prompt has been replaced" in str(error)
         assert team.num_lost == 0
+        _assert_that_a_rank_that_hangs_is_noticed(team)
+        team.use_pool(rig.writer)
+        # Other weights come, or the service ends, in the middle of a layer.
+        os.kill(team.rank_pids[0], signal.SIGSTOP)
+        request = rig.ask(PROMPTS[0])
+        rig.model.wait_for(0, 1)
+        team.close()
+        error = request.end()
+        assert isinstance(error, UnavailableError)
+        assert "stopping, or takes other weights" in str(error)
+        assert team.num_lost == 0
         newer.close()
+
+
+def _assert_that_a_rank_that_hangs_is_noticed(team: TeamModel) -> None:
+    ranks = team._team
+    assert ranks is not None
+    last = ranks.ranks[-1]
+    assert last.socket.gettimeout() == team_module.MESSAGE_SECONDS
+    last.socket.settimeout(0.1)
+    os.kill(last.pid, signal.SIGSTOP)
+    with pytest.raises(UnavailableError, match="said nothing for 1 s"):
+        ranks.tell([last], {"what": "sweep"}, bytes(1 << 24))
+
+
+def test_ranks_that_start_can_be_stopped(
+    rig: Rig, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.engine.start()
+    before = _descriptors()
+    pids: list[int] = []
+
+    def wait_until_ready(self: Team) -> None:
+        pids.extend(rank.pid for rank in self.ranks)
+        monkeypatch.undo()
+        team.stop()
+        self.wait_until_ready()
+
+    monkeypatch.setattr(Team, "wait_until_ready", wait_until_ready)
+    team = _model(rig, ModelSpec.load(tiny_model), ("cpu", "cpu"))
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="stopping, or takes other weights"):
+            team.start()
+    team.close()
+    assert len(pids) == 2
+    assert not any(map(_is_alive, pids))
+    assert _descriptors() == before
+
+
+def test_a_rank_for_which_there_is_no_process_takes_the_others_with_it(
+    rig: Rig, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.engine.start()
+    before = _descriptors()
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def begin(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if begun:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        begun.append(popen(*arguments, **options))
+        return begun[0]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    team = _model(rig, ModelSpec.load(tiny_model), ("cpu", "cpu"))
+    with pytest.raises(ResourceError, match="a rank of prefill cannot be started: .*unavailable"):
+        team.start()
+    assert begun[0].returncode == -signal.SIGKILL
+    assert _descriptors() == before

@@ -1,7 +1,8 @@
 """One rank: a process that computes its part of every prompt, as the prefill process tells it.
 
-`python -m headwater.gpu.rank CONTROL LIFELINE`, with the numbers of two inherited file descriptors:
-a socket for messages (rank_wire.py) and a pipe whose end means that the prefill process is gone.
+`python -m headwater.gpu.rank CONTROL LIFELINE MEETING`, numbers of inherited file descriptors: of a
+socket for messages (rank_wire.py), of a pipe whose end means that the prefill process is gone, and
+of a file in which the ranks find one another (peers.py).
 Owns a device, the attached weights and the pool that it writes its rows' entries to. It decides
 nothing: what is wrong is told, and the prefill process ends all ranks together.
 """
@@ -53,7 +54,7 @@ class _Sweep:
 class Rank:
     """Answers each message, but `sweep`, which the first layer's answer answers too."""
 
-    def __init__(self, control: socket.socket, setup: dict[str, Any]) -> None:
+    def __init__(self, control: socket.socket, meeting: Path, setup: dict[str, Any]) -> None:
         """Raises HeadwaterError when device, weights or the other ranks are not as they must be."""
         self._control = control
         self.rank, self.world_size = int(setup["rank"]), int(setup["world_size"])
@@ -64,7 +65,7 @@ class Rank:
         if gpu.device.type == "cuda":
             torch.cuda.set_device(gpu.device)
         torch.set_num_threads(setup["threads"])
-        peers = Peers.meet(Path(setup["meeting"]), self.rank, self.world_size, setup["transport"])
+        peers = Peers.meet(meeting, self.rank, self.world_size, setup["transport"])
         self._session = PrefillSession(
             self.spec,
             self._store,
@@ -174,11 +175,15 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     _die_with(int(sys.argv[2]))
-    setup = rank_wire.receive(control).fields
+    try:
+        setup = rank_wire.receive(control).fields
+    except UnavailableError:
+        # The team was given up before it was one.
+        return
     configure_logging(f"prefill rank {setup['rank']}", TelemetryConfig(**setup["telemetry"]))
     rank: Rank | None = None
     try:
-        rank = Rank(control, setup)
+        rank = Rank(control, Path(f"/proc/self/fd/{sys.argv[3]}"), setup)
         rank_wire.send(control, {"what": "ready", "max_tokens": rank.max_tokens})
         rank.serve()
     except Exception as failure:

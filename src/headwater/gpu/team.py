@@ -2,26 +2,23 @@
 
 Owns the child processes. The prefill process itself touches no GPU: whatever happens to one rank, a
 hanging driver included, all are killed and started anew. Once `end` returns, no rank writes to the
-pool any more.
+pool any more. Nothing of theirs has a name, so that nothing is left behind, however they end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater import errors
-from headwater.errors import HeadwaterError, UnavailableError
+from headwater.errors import HeadwaterError, ResourceError, UnavailableError
 from headwater.gpu import rank_wire
 
 if TYPE_CHECKING:
@@ -36,6 +33,8 @@ logger = logging.getLogger(__name__)
 # Libraries, kernels and connections; and the longest that a layer may take.
 START_SECONDS = 300.0
 LAYER_SECONDS = 300.0
+# A rank takes and gives messages between layers; the longest that one may be on its way.
+MESSAGE_SECONDS = 60.0
 # Connections close before a process is gone.
 _DEATH_SECONDS = 1.0
 
@@ -62,17 +61,27 @@ class RankSettings:
 class RankProcess:
     """One child and our ends of what ties it to us."""
 
-    def __init__(self) -> None:
+    def __init__(self, meeting: int) -> None:
+        """`meeting` is the open file in which the ranks meet. Raises ResourceError."""
         self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(MESSAGE_SECONDS)
         lifeline, self._lifeline = os.pipe()
-        descriptors = theirs.fileno(), lifeline
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "headwater.gpu.rank", *map(str, descriptors)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
-        )
-        theirs.close()
-        os.close(lifeline)
+        descriptors = theirs.fileno(), lifeline, meeting
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "headwater.gpu.rank", *map(str, descriptors)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+            )
+        except OSError as failure:
+            self._let_go()
+            raise ResourceError(
+                f"gpu: a rank of prefill cannot be started: {failure}; raise the limits of "
+                "processes and memory, or name one device in gpu.prefill_devices"
+            ) from failure
+        finally:
+            theirs.close()
+            os.close(lifeline)
 
     @property
     def pid(self) -> int:
@@ -99,25 +108,31 @@ class RankProcess:
     def wait(self) -> None:
         """Waits until it is gone, and lets go of what tied it to us."""
         self._process.wait()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.socket.close()
-        with contextlib.suppress(OSError):
-            os.close(self._lifeline)
+        os.close(self._lifeline)
 
 
 class Team:
-    """Ranks that are ready; `max_tokens` is what the first can do alone, and all together.
+    """Ranks of `settings` that start, and are ready when `wait_until_ready` returns.
 
-    Raises the error of whichever rank cannot start: ConfigError, ResourceError, SegmentError, or
-    UnavailableError when one is gone.
+    `max_tokens` is then what the first can do alone, and all together. One thread at a time, but
+    any may `kill`.
     """
 
     def __init__(self, settings: RankSettings) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="headwater-ranks-")
+        """Raises ResourceError or UnavailableError."""
         self.ranks: list[RankProcess] = []
         # The pool that all ranks have attached; see TeamModel.
         self.pool_number: int | None = None
+        self.max_tokens: dict[int, int] = {}
+        # A file without a name: ranks open it through their descriptor of it.
+        meeting = os.memfd_create("headwater-meeting")
         try:
-            self.ranks += [RankProcess() for _ in settings.devices]
+            for _ in settings.devices:
+                self.ranks.append(RankProcess(meeting))
             for number, (rank, device) in enumerate(zip(self.ranks, settings.devices, strict=True)):
                 setup = {
                     "what": "setup",
@@ -125,7 +140,6 @@ class Team:
                     "world_size": len(settings.devices),
                     "device": device,
                     "transport": settings.transport,
-                    "meeting": str(Path(self._folder.name) / "meeting"),
                     "weights": rank_wire.handle_fields(settings.weights),
                     "vram_gib": settings.vram_gib,
                     "sweep_tokens": settings.sweep_tokens,
@@ -134,6 +148,18 @@ class Team:
                     "telemetry": asdict(settings.telemetry),
                 }
                 rank_wire.send(rank.socket, setup)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            os.close(meeting)
+
+    def wait_until_ready(self) -> None:
+        """Ends all ranks if one cannot start, and raises its error.
+
+        That is ConfigError, ResourceError, SegmentError, or UnavailableError when one is gone.
+        """
+        try:
             found = self.answers(self.ranks, START_SECONDS)
         except BaseException:
             self.end()
@@ -148,13 +174,13 @@ class Team:
         payload: bytes = b"",
         file_descriptors: Sequence[int] = (),
     ) -> None:
-        """Sends a message to some ranks. Raises UnavailableError when one is gone."""
+        """Sends a message to some ranks. Raises UnavailableError when one is gone, or hangs."""
         for rank in ranks:
             try:
                 rank_wire.send(rank.socket, fields, payload, file_descriptors)
             except UnavailableError:
                 # It may have said why before it went.
-                self.answers([rank], LAYER_SECONDS)
+                self.answers([rank], _DEATH_SECONDS)
                 raise self._lost(rank) from None
 
     def answers(self, ranks: Sequence[RankProcess], seconds: float) -> list[Message]:
@@ -168,8 +194,9 @@ class Team:
         by_descriptor = {rank.socket.fileno(): rank for rank in self.ranks}
         for descriptor in by_descriptor:
             waiting.register(descriptor, select.POLLIN)
+        wanted = {self.ranks.index(rank) for rank in ranks}
         deadline = time.monotonic() + seconds
-        while len(found) < len(ranks):
+        while wanted - found.keys():
             ready = waiting.poll(max(0.0, deadline - time.monotonic()) * 1e3)
             if not ready:
                 raise UnavailableError(
@@ -192,14 +219,17 @@ class Team:
         """Whether all ranks run."""
         return all(rank.is_alive for rank in self.ranks)
 
-    def end(self) -> None:
-        """Kills all ranks and waits until they are gone."""
+    def kill(self) -> None:
+        """Whoever waits for a rank is told soon that it is gone; `end` is still to be called."""
         for rank in self.ranks:
             rank.kill()
+
+    def end(self) -> None:
+        """Kills all ranks and waits until they are gone."""
+        self.kill()
         for rank in self.ranks:
             rank.wait()
         self.ranks = []
-        self._folder.cleanup()
 
     def _cause_of(self, rank: RankProcess, message: Message) -> HeadwaterError:
         """What a rank tells, or that another has died, which is often why."""

@@ -20,7 +20,7 @@ from headwater.gpu import rank_wire
 from headwater.gpu.team import LAYER_SECONDS, RankSettings, Team
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from headwater.gpu.team import RankProcess
     from headwater.kv.pages import KvPages
@@ -37,8 +37,9 @@ class TeamModel:
     """The ranks of `settings` over the model `spec`; one thread at a time may compute.
 
     `choose` says, at the beginning of each sweep, on how many devices it is computed: one or all.
-    `copy_share` is what share of the time copies take, from the next layer on. Raises what Team
-    raises.
+    `limit` is told how many tokens a sweep may have each way when other ranks have begun, for whom
+    there may be less memory. `copy_share` is what share of the time copies take, from the next
+    layer on.
 
     When a rank dies or fails, the sweep ends with its error, all ranks are killed before anybody is
     told, and started again in the background; the next sweep waits for them.
@@ -49,13 +50,18 @@ class TeamModel:
         spec: ModelSpec,
         settings: RankSettings,
         choose: Callable[[], int],
+        limit: Callable[[Mapping[int, int]], None],
     ) -> None:
         self.spec = spec
         self._settings = settings
         self._choose = choose
+        self._limit = limit
         self.copy_share = 1.0
         self._pool: tuple[int, KvWriter] | None = None
+        # Of what other threads look at, or end.
         self._lock = threading.Lock()
+        # Held while ranks are told what to compute, or are being started.
+        self._computing = threading.Lock()
         self._is_closed = False
         self._restart: threading.Thread | None = None
         self._problem: Exception | None = None
@@ -66,14 +72,19 @@ class TeamModel:
         self.num_lost = 0
         self._batch: Batch | None = None
         self._at_work: list[RankProcess] = []
-        self._team: Team | None = Team(settings)
-        self.max_tokens = self._team.max_tokens
+        self._team: Team | None = None
+        self.max_tokens: dict[int, int] = {}
+
+    def start(self) -> None:
+        """Starts the ranks and waits for them. Raises what Team raises."""
+        with self._computing:
+            self.max_tokens = self._new_team().max_tokens
         logger.info(
             "prompts are computed by ranks on %s, over %s; up to %d tokens a sweep, %d by the first"
             " alone",
-            ", ".join(settings.devices),
-            settings.transport,
-            self.max_tokens[len(settings.devices)],
+            ", ".join(self._settings.devices),
+            self._settings.transport,
+            self.max_tokens[len(self._settings.devices)],
             self.max_tokens[1],
         )
 
@@ -115,6 +126,12 @@ class TeamModel:
         self, index: int, hidden: Tensor, batch: Batch, pages: KvPages, num_devices: int | None
     ) -> Tensor:
         """See forward_layer; `num_devices` of a made-up prompt, whose `pages` are not looked at."""
+        with self._computing:
+            return self._compute(index, hidden, batch, pages, num_devices)
+
+    def _compute(
+        self, index: int, hidden: Tensor, batch: Batch, pages: KvPages, num_devices: int | None
+    ) -> Tensor:
         team = self._ready_team()
         if self._batch is None and not team.is_whole:
             # Nobody waits for it: a rank that died in its sleep costs no prompt.
@@ -132,6 +149,8 @@ class TeamModel:
             return self._layer(team, index, batch, kept)
         except Exception as error:
             self._give_up(team, error)
+            if self._is_closed:
+                raise _closed() from error
             raise
 
     def forward(self, batch: Batch, pages: KvPages) -> Tensor:
@@ -145,16 +164,24 @@ class TeamModel:
         """Prefill never samples. Raises UnavailableError."""
         raise UnavailableError("gpu: ranks compute prompts; decode computes logits")
 
-    def close(self) -> None:
-        """Ends the ranks."""
+    def stop(self) -> None:
+        """Kills the ranks, and starts none any more; whoever waits for them is told soon."""
         with self._lock:
             self._is_closed = True
+            if self._team is not None:
+                self._team.kill()
+
+    def close(self) -> None:
+        """The same, and waits until all are gone; any thread may call it, at any time."""
+        self.stop()
+        with self._lock:
             restart = self._restart
         if restart is not None:
             restart.join()
-        if self._team is not None:
-            self._team.end()
-        self._team = None
+        with self._computing:
+            if self._team is not None:
+                self._team.end()
+            self._team = None
 
     def _begin(
         self,
@@ -234,7 +261,7 @@ class TeamModel:
                 f"gpu: the ranks could not be started again: {problem}; try again later"
             )
         if self._team is None:
-            raise UnavailableError("gpu: prefill is stopping; try again")
+            raise _closed()
         return self._team
 
     def _give_up(self, team: Team, error: Exception) -> None:
@@ -244,6 +271,8 @@ class TeamModel:
         self._team, self._batch = None, None
         self._copied_before += sum(self._copied)
         self._copied = [0] * len(self._copied)
+        if self._is_closed:
+            return
         self.num_lost += 1
         logger.warning("the ranks %s are ended and started again: %s", pids, error)
         self._start_again()
@@ -258,13 +287,36 @@ class TeamModel:
     def _start(self) -> None:
         began_at = time.monotonic()
         try:
-            self._team = Team(self._settings)
+            most = self._new_team().max_tokens
+            if most != self.max_tokens:
+                self.max_tokens = most
+                self._limit(most)
             logger.info("the ranks are back, after %.1f s", time.monotonic() - began_at)
         except Exception as problem:
             self._problem, self._failed_at = problem, time.monotonic()
-            logger.error("the ranks could not be started again: %s", problem)
+            if not self._is_closed:
+                logger.error("the ranks could not be started again: %s", problem)
         with self._lock:
             self._restart = None
+
+    def _new_team(self) -> Team:
+        """Ranks that are ready; `stop` ends them meanwhile, too."""
+        with self._lock:
+            if self._is_closed:
+                raise _closed()
+            team = self._team = Team(self._settings)
+        try:
+            team.wait_until_ready()
+        except BaseException as error:
+            self._team = None
+            if self._is_closed:
+                raise _closed() from error
+            raise
+        return team
+
+
+def _closed() -> UnavailableError:
+    return UnavailableError("gpu: prefill is stopping, or takes other weights; try again")
 
 
 class PrivateSweeps:
