@@ -134,6 +134,18 @@ def test_slots_are_large_enough_for_every_layout_that_uses_them() -> None:
     assert plan.ring_bytes == plan.dense_slots * (600 << 20) + plan.expert_slots * 6 * 44_040_192
 
 
+def test_the_first_rank_has_room_for_the_same_sweep_alone() -> None:
+    spec = ModelSpec.from_config(make_config("qwen3-235b"), "config.json")
+    assert token_bytes(spec, 8) < token_bytes(spec), "eight ranks together need less of each"
+    sizes: Any = _Sizes()
+    other, first = (
+        plan_memory(spec, sizes, 16 * GIB, 1 << 20, world_size=8, others=others)
+        for others in ((), (sizes,))
+    )
+    assert first.max_tokens < other.max_tokens
+    assert first.activation_bytes == fixed_bytes(spec) + first.max_tokens * token_bytes(spec)
+
+
 def test_too_little_memory_is_a_sentence() -> None:
     with pytest.raises(
         ResourceError, match=r"gpu: prefill needs at least 6\.\d GiB of device memory, 4\.0 GiB"

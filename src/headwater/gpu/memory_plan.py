@@ -78,8 +78,8 @@ def plan_memory(
 
     First the least of everything, then half a layer of expert slots, then tokens as wanted, then a
     whole layer of slots, then the dense weights that copies run ahead over, then all of them, then
-    all experts or else some more layers, each as far as it goes. Slots are as large as `layout` and
-    `others` need them.
+    all experts or else some more layers, each as far as it goes. Slots and tokens are as large as
+    `layout`, shared by `world_size` ranks, and `others`, shared by none, need them.
 
     Raises ResourceError when the least does not fit.
     """
@@ -88,7 +88,7 @@ def plan_memory(
     dense_bytes = max([dense_bytes, *(other.ring_sizes(0)[1] for other in others)])
     expert_bytes = max([expert_bytes, *(other.ring_sizes(1)[1] for other in others)])
     per_layer = max(len(layer.groups) for layer in layout.layers)
-    per_token = token_bytes(spec, world_size)
+    per_token = max(token_bytes(spec, ranks) for ranks in {world_size, 1 if others else world_size})
     dense_slots = min(dense_items, _LEAST_SLOTS)
     expert_slots = min(expert_items, _LEAST_SLOTS)
     least = fixed_bytes(spec) + dense_slots * dense_bytes + expert_slots * expert_bytes

@@ -134,7 +134,8 @@ def _memory(
         # Prompts through this many GPUs: each has half a layer of its experts, two of the rest.
         ranks = index + 1
         least = fixed_bytes(spec) + per_layer / 2 / ranks + 2 * dense
-        per_token = token_bytes(spec, ranks)
+        # The first of them also computes alone.
+        per_token = max(token_bytes(spec, ranks), token_bytes(spec))
         tokens = int((min(left) - least) // per_token)
         if tokens < _LEAST_SWEEP_TOKENS:
             problem = f"prompts on the CPU: {(least - min(left)) / _GIB:.1f} GiB are missing"
