@@ -62,6 +62,7 @@ def test_a_device_with_room_and_one_without(
         return device.Gpu(torch.device("cpu"), "a double", (9, 0), bytes_there)
 
     monkeypatch.setattr(device, "find_gpu", find)
+    monkeypatch.setattr(device, "devices_for_prefill", lambda _: ("cpu",))
     shares_nothing = GpuConfig(prefill="off")
     assert isinstance(_made(tmp_path / "1", shm_prefix, shares_nothing), HybridModel)
     free[0] = 5 * GIB // 4

@@ -33,6 +33,8 @@ class DecodeHead:
         is_cuda = device.type == "cuda"
         self._hidden = torch.zeros(max_rows, hidden_size, device=device)
         self._logits = torch.empty(max_rows, vocab_size, pin_memory=is_cuda)
+        # One runs at a time, so that they may use the same memory.
+        self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
         self._graphs: dict[int, Any] = {}
         self._followed: Tensor | None = None
 
@@ -63,7 +65,7 @@ class DecodeHead:
             self._compute(count)
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self._pool):
                 self._compute(count)
             # Capturing computes nothing.
             self._graphs[count] = graph

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from headwater.errors import ResourceError
 from headwater.gpu.memory_plan import RESERVE_BYTES
 from headwater.kv.layout import KV_ITEM_BYTES, KvKind
-from headwater.model.layer_spec import MlaSpec
+from headwater.model.layer_spec import GqaSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,6 +27,7 @@ _GOOD_CONTEXT = 8192
 _LEAST_CONTEXT = 256
 # Contexts are multiples of this.
 _STEP = 256
+_PROGRAM_POSITIONS = 1024
 _GIB = 2**30
 
 
@@ -108,15 +109,14 @@ def plan_decode(
 
 
 def _scratch_per_context(spec: ModelSpec) -> int:
-    """Bytes of a step per row and token of context: scores in FP32 and as shares in BF16.
+    """Bytes of a step per row and token of context: FP32 sums of attention's programs.
 
-    Grouped-query attention also lays keys and values out anew.
+    Each has so many positions (see kernels/attend.py), unless fewer give a card enough to do;
+    those sums are within the reserve.
     """
     most = 0
     for layer in spec.layers:
         attention = layer.attention
-        extra = 0
-        if not isinstance(attention, MlaSpec):
-            extra = 2 * attention.num_kv_heads * attention.head_dim * KV_ITEM_BYTES
-        most = max(most, attention.num_heads * (2 * 4 + 2) + extra)
+        width = attention.head_dim if isinstance(attention, GqaSpec) else attention.kv_lora_rank
+        most = max(most, 4 * attention.num_heads * (width + 2) // _PROGRAM_POSITIONS)
     return most
