@@ -91,10 +91,14 @@ class Attachment:
                 raise InvalidRequestError("lease.layout", "is not the layout of the lease's pool")
             return self.model, self._writer
 
-    async def decode_status(self) -> decode_service_pb2.GetDecodeStatusResponse:
-        """What decode says of itself. Raises AioRpcError when it does not."""
+    async def decode_status(
+        self, seconds: float | None = None
+    ) -> decode_service_pb2.GetDecodeStatusResponse:
+        """What decode says of itself. Raises AioRpcError when it does not, or takes longer."""
         status: decode_service_pb2.GetDecodeStatusResponse = await self._decode_service.GetStatus(
-            decode_service_pb2.GetDecodeStatusRequest(), metadata=outgoing_metadata()
+            decode_service_pb2.GetDecodeStatusRequest(),
+            metadata=outgoing_metadata(),
+            timeout=seconds,
         )
         return status
 

@@ -20,7 +20,7 @@ _LEAST_SHARE = 0.2
 _LARGEST_STEP = 1.4
 # What is compared are means of so many steps.
 _STEPS = 8
-# Copies are told of layer by layer; that long without any, and there are none.
+# After a pass copies run ahead into the next one; that long after it, and there are none.
 _PAUSE_SECONDS = 1.0
 # Answers grow, and with them their steps: after this long a comparison says nothing.
 _VALID_SECONDS = 120.0
@@ -28,15 +28,16 @@ _VALID_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Requests that decode computes, its steps and their seconds so far; bytes copied so far.
+    """Requests that decode computes, its steps and their seconds so far.
 
-    `is_mixed` says that steps compute prompt tokens, too, and cannot be compared.
+    `is_in_pass` says that weights are copied for prompts, `is_mixed` that steps compute prompt
+    tokens, too, and cannot be compared.
     """
 
     running: int
     steps: int
     busy_seconds: float
-    copied_bytes: int
+    is_in_pass: bool
     is_mixed: bool = False
 
 
@@ -61,10 +62,12 @@ class CopyShare:
         if latest is None:
             self._began = reading
             return
-        if reading.copied_bytes > latest.copied_bytes:
+        if reading.is_in_pass:
             self._copied_at = time.monotonic()
         is_copying = time.monotonic() - self._copied_at < _PAUSE_SECONDS
         is_alike = is_copying == self._was_copying and reading.running == latest.running
+        # Another decode process begins to count anew.
+        is_alike = is_alike and reading.steps >= latest.steps
         self._was_copying = is_copying
         if not is_alike or reading.is_mixed or not reading.running or self._began is None:
             self._began = reading

@@ -32,7 +32,7 @@ from headwater.services.prefill.ways import PassWays
 from headwater.telemetry.rate import BusyRate, RateMeter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from headwater.costs import PassCosts
     from headwater.model.interface import Model
@@ -46,7 +46,8 @@ class PrefillEngine:
     """`submit` may be called from any thread; a job is cancelled by setting its event.
 
     `ways` says on how many GPUs a pass is computed, and what passes take. `streamed_bytes` tells
-    how much GPUs were given so far; `streaming` holds that against the time of the passes.
+    how much GPUs were given so far; `streaming` holds that against the time of the passes. While
+    `is_in_pass` the weights are gone through, for prompts or to measure.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class PrefillEngine:
         self.streaming = BusyRate()
         self.num_pending_tokens = 0
         self.num_passes = 0
+        self.is_in_pass = False
         self.computed = RateMeter()
 
     @property
@@ -136,7 +138,8 @@ class PrefillEngine:
         if self._scheduler.jobs:
             self.ways.choose(sum(job.num_pending for job in self._scheduler.jobs))
             self._scheduler.pass_tokens = self.ways.pass_tokens
-            self._pass(self._scheduler.plan())
+            with self._in_pass():
+                self._pass(self._scheduler.plan())
 
     def _receive(self) -> None:
         """Takes new jobs; sleeps while there is nothing to do."""
@@ -148,9 +151,18 @@ class PrefillEngine:
                 self._scheduler.add(job)
         if self._to_calibrate and not self._scheduler.jobs:
             models, self._to_calibrate = self._to_calibrate, {}
-            for way, model in models.items():
-                observe = functools.partial(self.ways.observe_made_up, way)
-                calibrate(model, PROMPT_SIZES, observe, self._has_work)
+            with self._in_pass():
+                for way, model in models.items():
+                    observe = functools.partial(self.ways.observe_made_up, way)
+                    calibrate(model, PROMPT_SIZES, observe, self._has_work)
+
+    @contextlib.contextmanager
+    def _in_pass(self) -> Iterator[None]:
+        self.is_in_pass = True
+        try:
+            yield
+        finally:
+            self.is_in_pass = False
 
     def _has_work(self) -> bool:
         return self._is_stopping or not self._inbox.empty()

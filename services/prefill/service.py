@@ -31,13 +31,13 @@ async def run(config: Config) -> None:
     models = PromptModels(config, workers, ways)
     attachment = Attachment(config.prefill.decode_address, models, link)
     copy_share = CopyShare(config.gpu.copy_share)
-    watch = DecodeWatch(attachment, ways, models, copy_share)
     engine = PrefillEngine(
         chunk_tokens=config.prefill.chunk_tokens,
         max_waiting=config.prefill.max_waiting,
         ways=ways,
         streamed_bytes=lambda: models.streamed_bytes,
     )
+    watch = DecodeWatch(attachment, ways, models, copy_share, lambda: engine.is_in_pass)
     server = Server(
         config.prefill.listen,
         (
@@ -70,21 +70,18 @@ async def run(config: Config) -> None:
     )
     attaching = asyncio.create_task(attachment.attach_weights())
     stopping = asyncio.create_task(stop.wait())
-    watching: asyncio.Task[None] | None = None
+    watching = asyncio.create_task(watch.watch_forever())
     try:
         await asyncio.wait((attaching, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             await attaching
             assert attachment.model is not None, "the weights are attached"
             engine.calibrate(models.measurable)
-            if models.num_gpus:
-                watching = asyncio.create_task(watch.watch_forever())
             await server.set_ready(True)
             await stopping
     finally:
         attaching.cancel()
-        if watching is not None:
-            watching.cancel()
+        watching.cancel()
         await server.stop(config.prefill.grace_seconds)
         models.stop()
         engine.stop()

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 # For how long after its last answer decode is thought to be at work; a conversation's next turn, or
 # the next of many requests, should not find its GPU taken for a whole sweep.
 _LINGER_SECONDS = 2.0
+# A way that was slow when it was measured, beside other work, say, is tried again after so many
+# passes of others: often enough to come back, and too seldom for one prompt in a hundred to notice.
+_TRY_AGAIN_PASSES = 256
 
 
 class PassWays:
@@ -34,6 +37,8 @@ class PassWays:
         self._pass_tokens = pass_tokens
         self._meters = {1: CostMeter(pass_tokens)}
         self.passes = {1: 0}
+        # Passes of other ways since each was taken.
+        self._unused = {1: 0}
         self.current = 1
         self.leaves_one_to_decode = False
         self._decode_until = 0.0
@@ -42,6 +47,7 @@ class PassWays:
         """These are the ways from now on, and the tokens that a pass of each may have."""
         self._meters = {way: CostMeter(tokens) for way, tokens in max_tokens.items()}
         self.passes = dict.fromkeys(max_tokens, 0)
+        self._unused = dict.fromkeys(max_tokens, 0)
         self.current = max(max_tokens)
 
     def limit(self, max_tokens: Mapping[int, int]) -> None:
@@ -72,9 +78,8 @@ class PassWays:
     @property
     def costs(self) -> PassCosts:
         """What passes take the way that would be chosen for a long prompt now."""
-        meters = self._meters
-        longest = max(meter.max_tokens_per_pass for meter in meters.values())
-        return meters[self._best(longest)].costs
+        longest = max(meter.max_tokens_per_pass for meter in self._meters.values())
+        return self._meter_of(self._best(longest)).costs
 
     @property
     def all_costs(self) -> dict[int, PassCosts]:
@@ -83,9 +88,17 @@ class PassWays:
 
     def choose(self, num_tokens: int) -> int:
         """The way for prompts of so many tokens in all, which is current from now on."""
-        way = self._best(num_tokens)
+        way, reason = self._best(num_tokens), "as measured"
+        if self._is_one_left_to_decode:
+            reason = "decode is at work"
+        else:
+            unused = self._unused
+            again = [w for w in self._meters if unused.get(w, 0) >= _TRY_AGAIN_PASSES]
+            if again:
+                way, reason = max(again), "to measure it again"
+                # Once, even if it fails.
+                self._unused = unused | {way: 0}
         if way != self.current:
-            reason = "decode is at work" if self.is_decode_at_work else "as measured"
             logger.info("passes are computed on %d GPUs now: %s", way, reason)
             self.current = way
         return way
@@ -93,6 +106,9 @@ class PassWays:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A pass the current way took so long."""
         self._meter_of(self.current).observe(num_tokens, seconds)
+        self._unused = {
+            way: 0 if way == self.current else count + 1 for way, count in self._unused.items()
+        }
 
     def observe_made_up(self, way: int, num_tokens: int, seconds: float) -> None:
         """The same of a pass that computed no prompt."""
@@ -106,13 +122,15 @@ class PassWays:
         """Its meter; of a way that is no longer offered, since a moment ago, one of its own."""
         return self._meters.get(way) or CostMeter(self._pass_tokens)
 
+    @property
+    def _is_one_left_to_decode(self) -> bool:
+        return self.leaves_one_to_decode and self.is_decode_at_work
+
     def _best(self, num_tokens: int) -> int:
-        ways = sorted(self._meters)
-        if len(ways) == 1:
-            return ways[0]
-        if self.leaves_one_to_decode and self.is_decode_at_work:
-            return ways[0]
         costs = self.all_costs
+        ways = sorted(costs)
+        if len(ways) == 1 or self._is_one_left_to_decode:
+            return ways[0]
         # What has not been measured yet is tried, the widest first.
         unknown = [way for way in ways if costs[way].measured_passes == 0]
         if unknown:

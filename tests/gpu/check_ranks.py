@@ -65,8 +65,9 @@ def check_model(folder: Path, devices: tuple[str, ...]) -> _Row:
             devices, rig.store.handle, _VRAM_GIB, 512, 1 << 30, 2, TelemetryConfig()
         )
         way = len(devices)
-        team = TeamModel(spec, settings, lambda: way)
+        team = TeamModel(spec, settings, lambda: way, lambda _: None)
         try:
+            team.start()
             team.use_pool(rig.writer)
             found["ranks"] = _entries(rig, team)
             way = 1

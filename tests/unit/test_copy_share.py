@@ -17,7 +17,7 @@ class _Decode:
         self._share = share
         self._slowdown = slowdown
         self.now = 50.0
-        self._steps, self._busy, self._copied = 0, 0.0, 0
+        self.steps, self._busy = 0, 0.0
         self.step_seconds = STEP_SECONDS
 
     def monotonic(self) -> float:
@@ -26,16 +26,15 @@ class _Decode:
     def run(
         self, seconds: float, *, is_copying: bool, running: int = 1, is_mixed: bool = False
     ) -> None:
-        """A reading after each step; copies are told of after every third."""
+        """A reading after each step."""
         end = self.now + seconds
         while self.now < end:
             alone = self.step_seconds * running * (3.0 if is_mixed else 1.0)
             taken = alone * (1 + self._slowdown * self._share.share * is_copying)
             self.now += taken
-            self._steps += 1
+            self.steps += 1
             self._busy += taken
-            self._copied += 10**9 * (is_copying and self._steps % 3 == 0)
-            reading = Reading(running, self._steps, self._busy, self._copied, is_mixed)
+            reading = Reading(running, self.steps, self._busy, is_copying, is_mixed)
             self._share.observe(reading)
 
 
@@ -84,6 +83,17 @@ def test_it_never_starves_prompts_and_recovers(monkeypatch: pytest.MonkeyPatch) 
     assert share.share == 0.2
     decode._slowdown = 0.05
     decode.run(60, is_copying=True)
+    assert share.share == 1.0
+
+
+def test_another_decode_process_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    share, decode = _decode(monkeypatch, 0.28)
+    decode.run(5, is_copying=False)
+    decode.run(60, is_copying=True)
+    assert share.share == pytest.approx(0.43, abs=0.02)
+    decode.steps = 0
+    decode._slowdown = 0.05
+    decode.run(30, is_copying=True)
     assert share.share == 1.0
 
 

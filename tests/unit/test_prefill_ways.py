@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from headwater.services.prefill import decode_watch
 from headwater.services.prefill import ways as ways_module
 from headwater.services.prefill.copy_share import CopyShare
 from headwater.services.prefill.decode_watch import DecodeWatch
@@ -70,6 +71,26 @@ def test_the_way_that_takes_less_time_for_all_that_waits_is_taken() -> None:
     assert ways.costs.seconds_per_pass == pytest.approx(12.0, rel=0.01)
 
 
+def test_a_way_that_was_slow_once_comes_back(clock: _Clock) -> None:
+    ways = PassWays(2048)
+    ways.offer({1: 60_000, 2: 60_000})
+    ways.observe_made_up(1, 64, 12.0)
+    ways.observe_made_up(2, 64, 13.0)
+    # It fails when it is tried again, which says nothing of its speed, and later does not.
+    for seconds in (None, 6.0):
+        for _ in range(256):
+            assert ways.choose(64) == 1
+            ways.observe(64, 12.0)
+        ways.leaves_one_to_decode = True
+        ways.note_decode(is_at_work=True)
+        assert ways.choose(64) == 1
+        clock.now += 3.0
+        assert ways.choose(64) == 2
+        if seconds is not None:
+            ways.observe(64, seconds)
+    assert ways.choose(64) == 2
+
+
 def test_decode_keeps_its_gpu_while_it_is_at_work_and_a_moment_longer(clock: _Clock) -> None:
     ways = _two_ways()
     ways.note_decode(is_at_work=True)
@@ -92,7 +113,8 @@ class _Attachment:
         self.answers = list(answers)
         self.is_done = asyncio.Event()
 
-    async def decode_status(self) -> Any:
+    async def decode_status(self, seconds: float) -> Any:
+        assert seconds < 60
         if not self.answers:
             self.is_done.set()
             await asyncio.Event().wait()
@@ -111,7 +133,7 @@ def _status(running: int) -> Any:
 class _Models:
     """Notes the shares it was given."""
 
-    streamed_bytes = 0
+    num_gpus = 1
 
     def __init__(self, *, is_shared: bool) -> None:
         self.is_shared_with_decode = is_shared
@@ -122,7 +144,10 @@ class _Models:
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-async def test_prefill_learns_what_decode_does(clock: _Clock, is_shared: bool) -> None:
+async def test_prefill_learns_what_decode_does(
+    clock: _Clock, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_watch, "_INTERVAL_SECONDS", 0.0)
     lost = grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()
     )
@@ -130,12 +155,14 @@ async def test_prefill_learns_what_decode_does(clock: _Clock, is_shared: bool) -
         _status(0),
         _status(2),
         lost,
+        _status(3),
+        "no status",
         _status(1),
     )
     ways, models = _two_ways(), _Models(is_shared=is_shared)
-    watch = DecodeWatch(attachment, ways, models, CopyShare(0.6))  # type: ignore[arg-type]
+    watch = DecodeWatch(attachment, ways, models, CopyShare(0.6), bool)  # type: ignore[arg-type]
     watching = asyncio.create_task(watch.watch_forever())
     await asyncio.wait_for(attachment.is_done.wait(), 30)
     watching.cancel()
-    assert models.shares == [1.0, 0.6, 1.0, 0.6]
+    assert models.shares == [1.0, 0.6, 1.0, 0.6, 1.0, 0.6]
     assert ways.choose(10_000) == (1 if is_shared else 2)
