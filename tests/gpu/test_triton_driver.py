@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +111,29 @@ def test_arguments_of_every_type_arrive(card: FakeDriver) -> None:
     expected = [v % (1 << bits[k]) if k in bits else v for k, v in values.items()]
     assert found[: len(values)] == tuple(expected)
     assert found[len(values) :] == (tensor.data_ptr() + card.cuda.HOST_OFFSET, 0, 0)
+
+
+def test_threads_that_start_a_kernel_at_once_do_not_share_arguments(
+    card: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_are_here = threading.Barrier(2, timeout=60)
+    found = []
+
+    def launch(*arguments: Any) -> None:
+        both_are_here.wait()
+        found.append(ctypes.c_int32.from_address(arguments[-1][0]).value)
+        both_are_here.wait()
+
+    monkeypatch.setattr(card.utils.libcuda, "launch", launch)
+    launcher = make({"x": "i32"})
+
+    def start(value: int) -> None:
+        for _ in range(2):
+            launcher(1, 1, 1, 0, 1, (4, 1, 0), None, None, None, value)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(start, (3, 5))) == [None, None]
+    assert sorted(found) == [3, 3, 5, 5]
 
 
 def test_nothing_is_started_for_an_empty_grid(card: FakeDriver) -> None:

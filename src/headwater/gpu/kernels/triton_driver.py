@@ -68,9 +68,9 @@ class Launcher:
         self._pointers = [i for i, kind in enumerate(passed) if kind[0] == "*"]
         codes = [_POINTER if kind[0] == "*" else _SCALARS[kind] for kind in passed]
         self._layout = struct.Struct("<" + "".join(codes) + _POINTER * len(_SCRATCH))
-        num_slots = len(passed) + len(_SCRATCH)
-        self._offsets = range(0, num_slots * _SLOT_BYTES, _SLOT_BYTES)
-        self._addresses = ctypes.c_void_p * num_slots
+        self._num_slots = len(passed) + len(_SCRATCH)
+        # Memory for arguments that no launch uses now; threads take it and give it back.
+        self._spare: list[tuple[Any, Any]] = []
 
     def __call__(
         self,
@@ -97,15 +97,26 @@ class Launcher:
             if address and not tensor.is_cuda:
                 address = libcuda.device_address(address)
             values[place] = address
-        slots = ctypes.create_string_buffer(self._layout.pack(*values, *_SCRATCH))
-        start = ctypes.addressof(slots)
-        places = self._addresses(*[start + offset for offset in self._offsets])
+        try:
+            room = self._spare.pop()
+        except IndexError:
+            room = self._new_room()
+        slots, places = room
+        self._layout.pack_into(slots, 0, *values, *_SCRATCH)
         num_warps, _, shared_bytes = metadata
         if enter is not None:
             enter(described)
         libcuda.launch(kernel, (x, y, z), num_warps * _WARP_THREADS, shared_bytes, stream, places)
+        self._spare.append(room)
         if leave is not None:
             leave(described)
+
+    def _new_room(self) -> tuple[Any, Any]:
+        """Slots for the values, and their addresses."""
+        slots = ctypes.create_string_buffer(self._num_slots * _SLOT_BYTES)
+        start = ctypes.addressof(slots)
+        addresses = [start + number * _SLOT_BYTES for number in range(self._num_slots)]
+        return slots, (ctypes.c_void_p * self._num_slots)(*addresses)
 
 
 class Utils:
