@@ -143,7 +143,10 @@ class PromptModels:
             try:
                 return way(spec, weights, devices)
             except (ConfigError, ResourceError, UnavailableError) as problem:
-                if self._is_stopping or (way == self._with_one and self._gpu.prefill == "on"):
+                # Devices that somebody named must be there; what happens to them is another matter.
+                is_named = isinstance(problem, ConfigError) and self._gpu.prefill_devices != "auto"
+                is_last = way == self._with_one or is_named
+                if self._is_stopping or (is_last and self._gpu.prefill == "on"):
                     raise
                 place = "the CPU" if way == self._with_one else f"{devices[0]} alone"
                 logger.warning("prompts are computed on %s: %s", place, problem)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from headwater.config import GpuConfig, load_config
-from headwater.errors import ConfigError, ResourceError
+from headwater.errors import ConfigError, ResourceError, UnavailableError
 from headwater.gpu.device import device_for_decode, devices_for_prefill, find_gpu
 from headwater.gpu.host_ranges import HostRange, RegisteredRanges
 
@@ -42,8 +43,10 @@ def test_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_such_device(fake_cuda: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"gpu.device: is 3, but there are 1 CUDA devices"):
+    with pytest.raises(ConfigError, match=r"gpu.device: names cuda:3, but .* sees 1 CUDA dev"):
         find_gpu(3)
+    with pytest.raises(ConfigError, match=r"gpu.decode_device: names cuda:1.* gpu.decode to off"):
+        find_gpu(1, purpose="decode")
 
 
 @pytest.mark.parametrize(
@@ -71,10 +74,30 @@ def test_who_computes_where(
     assert device_for_decode(config) == decode
 
 
-@pytest.mark.parametrize("text", ["", "cuda", "cuda:0, cpu", "0,1", "cuda:0;cuda:1"])
+@pytest.mark.parametrize("text", ["", "cuda", "cuda:0, cpu", "0,1", "cuda:0;cuda:1", "cuda:00"])
 def test_devices_that_nobody_knows(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--set: gpu.prefill_devices: "):
         load_config(config_file=None, environ={}, assignments=[f"gpu.prefill_devices={text}"])
+
+
+@pytest.mark.parametrize("value", [0.0, 0.05, 1.0])
+def test_shares_of_the_time_that_prompts_can_live_with(value: float) -> None:
+    found = load_config(config_file=None, environ={}, assignments=[f"gpu.copy_share={value}"])
+    assert found.gpu.copy_share == value
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("0.01", "must be 0, or at least 0.05 so that prompts get on, got 0.01"),
+        ("-0.1", "must be between 0.0 and 1.0, got -0.1"),
+        ("1.1", "must be between 0.0 and 1.0, got 1.1"),
+        ("nan", "must be finite"),
+    ],
+)
+def test_shares_of_the_time_that_they_cannot(text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"--set: gpu.copy_share: {what}"):
+        load_config(config_file=None, environ={}, assignments=[f"gpu.copy_share={text}"])
 
 
 def test_too_old(fake_cuda: pytest.MonkeyPatch) -> None:
@@ -125,6 +148,22 @@ def test_ranges_are_registered_in_order_and_let_go() -> None:
     assert ranges.registered_bytes == 3 * 4096
     ranges.close()
     assert cudart.released == [4096, 8192, 12288]
+
+
+def test_who_waits_for_a_range_is_told_when_all_are_let_go() -> None:
+    cudart = _Cudart()
+    ranges = RegisteredRanges([HostRange(4096 * i, 4096) for i in (1, 2)], cudart=cudart)
+    ranges.start()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(ranges.wait, 1)
+        closing = threading.Thread(target=ranges.close)
+        closing.start()
+        with pytest.raises(UnavailableError, match="takes other weights"):
+            waiting.result(timeout=60)
+        cudart.may_go_on.release(2)
+        closing.join()
+    with pytest.raises(UnavailableError, match="takes other weights"):
+        ranges.wait(0)
 
 
 def test_a_range_that_cuda_refuses_is_a_sentence_for_whoever_waits() -> None:

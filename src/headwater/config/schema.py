@@ -3,7 +3,7 @@
 The section and field names are the keys of the TOML file; see headwater.config.sources for where
 values come from. A field's metadata holds `help` and, for checks, `low`, `high`, `choices` or
 `kind` ("address": host:port; "optional_address": that, or empty; "objectives": see
-headwater.objectives; "devices": see headwater.config.devices).
+headwater.objectives; "devices": see headwater.config.devices; "share": 0, or not too near it).
 
 docs/security.md says how `tls` and `limits` are used.
 """
@@ -136,6 +136,7 @@ class GpuConfig:
         "take at most 15 % longer while weights are copied",
         low=0.0,
         high=1.0,
+        kind="share",
     )
     vram_gib: float = setting(
         0.0,

@@ -31,6 +31,8 @@ CONFIG_VARIABLE = "HEADWATER_CONFIG"
 _NATIVE_VARIABLES = frozenset({"HEADWATER_FORCE_ISA"})
 
 _SECTIONS: dict[str, type] = {field.name: field.default_factory for field in fields(Config)}  # type: ignore[misc]
+# Of the time: with less, a layer of a prompt takes minutes.
+_LEAST_SHARE = 0.05
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -145,6 +147,10 @@ def _checked(where: str, field: Field[Any], value: Any) -> Any:
         _check_address(where, value)
     if kind == "objectives":
         _check_objectives(where, value)
+    if kind == "share" and 0.0 < value < _LEAST_SHARE:
+        raise ConfigError(
+            f"{where}: must be 0, or at least {_LEAST_SHARE} so that prompts get on, got {value!r}"
+        )
     if kind == "devices":
         try:
             parse_devices(value)

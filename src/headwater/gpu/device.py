@@ -82,6 +82,7 @@ def find_gpu(
     # Read when CUDA starts: with fewer, streams may share a queue and wait for each other.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     what = "prompts" if purpose == "prefill" else "answers"
+    field = "gpu.prefill_devices or gpu.device" if purpose == "prefill" else "gpu.decode_device"
     remedy = f"set gpu.{purpose} to off to compute {what} on the CPU"
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -90,15 +91,15 @@ def find_gpu(
         )
     if index >= torch.cuda.device_count():
         raise ConfigError(
-            f"gpu.device: is {index}, but there are {torch.cuda.device_count()} CUDA devices; "
-            f"choose another, or {remedy}"
+            f"{field}: names cuda:{index}, but this process sees {torch.cuda.device_count()} CUDA "
+            f"devices, the first of which is cuda:0; choose another, or {remedy}"
         )
     device = torch.device("cuda", index)
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         raise ConfigError(
-            f"gpu.device: {name} is too old: compute capability "
-            f"{capability[0]}.{capability[1]}, 8.0 is needed; {remedy}"
+            f"{field}: cuda:{index}, {name}, is too old: compute capability "
+            f"{capability[0]}.{capability[1]}, 8.0 is needed; choose another, or {remedy}"
         )
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"gpu: the package triton is missing; install it, or {remedy}")

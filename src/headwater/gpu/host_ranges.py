@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headwater.errors import ResourceError
+from headwater.errors import ResourceError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,16 +78,26 @@ class RegisteredRanges:
         return index < self._num_ready
 
     def wait(self, index: int) -> None:
-        """Waits for range `index`. Raises ResourceError when CUDA refused one."""
+        """Waits for range `index`.
+
+        Raises ResourceError when CUDA refused one, UnavailableError when all are let go.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._num_ready > index or self._problem)
-            if self._num_ready <= index:
+            self._changed.wait_for(
+                lambda: self._num_ready > index or self._problem or self._is_stopping
+            )
+            if self._num_ready <= index and self._problem:
                 raise ResourceError(self._problem)
+            if self._num_ready <= index:
+                raise UnavailableError(
+                    "gpu: prefill is stopping, or takes other weights; try again"
+                )
 
     def close(self) -> None:
         """Ends the thread and lets all ranges go."""
         with self._changed:
             self._is_stopping = True
+            self._changed.notify_all()
         self._thread.join()
         for found in self._ranges[: self._num_ready]:
             self._cudart.cudaHostUnregister(found.address)
