@@ -140,6 +140,8 @@ class PromptModels:
         self.is_shared_with_decode = f"cuda:{device_for_decode(self._gpu)}" in devices
         ways = [self._with_ranks] if len(devices) > 1 else []
         for way in [*ways, self._with_one]:
+            if self._is_stopping:
+                raise UnavailableError("prefill is stopping; try again")
             try:
                 return way(spec, weights, devices)
             except (ConfigError, ResourceError, UnavailableError) as problem:
@@ -170,6 +172,8 @@ class PromptModels:
         )
         self._team = team = TeamModel(spec, settings, lambda: self._ways.current, self._ways.limit)
         try:
+            if self._is_stopping:
+                team.stop()
             team.start()
         except BaseException:
             self._team = None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwater.config import Config, GpuConfig
-from headwater.errors import ConfigError, HeadwaterError, ResourceError
+from headwater.errors import ConfigError, HeadwaterError, ResourceError, UnavailableError
 from headwater.gpu.prefill_model import StreamedModel
 from headwater.gpu.team_model import TeamModel
 from headwater.kernels import WorkerPool
@@ -83,4 +83,22 @@ def test_devices_that_were_named_and_are_not_there_end_the_start(
         else:
             assert isinstance(models.make(spec, weights), StreamedModel)
             assert f"prompts are computed on cpu alone: {problem}" in caplog.text
+        models.close()
+
+
+def test_who_stops_meanwhile_starts_nothing_any_more(
+    tmp_path: Path, shm_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_weights(tmp_path, shm_prefix, "mixtral", "bf16") as (spec, weights):
+        models = _models("auto", "cpu, cpu")
+        start = TeamModel.start
+
+        def stop_and_start(team: TeamModel) -> None:
+            models.stop()
+            start(team)
+
+        monkeypatch.setattr(TeamModel, "start", stop_and_start)
+        for message in ("stopping, or takes other weights", "prefill is stopping"):
+            with pytest.raises(UnavailableError, match=message):
+                models.make(spec, weights)
         models.close()

@@ -91,13 +91,6 @@ class Rank:
                     return
                 answers[message.what](message)
 
-    def close(self) -> None:
-        """Lets everything go."""
-        self._sweep = None
-        self._session.close()
-        self._detach_pool()
-        self._store.close()
-
     def _attach_pool(self, message: rank_wire.Message) -> None:
         fields = message.fields
         self._detach_pool()
@@ -181,7 +174,6 @@ def main() -> None:
         # The team was given up before it was one.
         return
     configure_logging(f"prefill rank {setup['rank']}", TelemetryConfig(**setup["telemetry"]))
-    rank: Rank | None = None
     try:
         rank = Rank(control, Path(f"/proc/self/fd/{sys.argv[3]}"), setup)
         rank_wire.send(control, {"what": "ready", "max_tokens": rank.max_tokens})

@@ -25,7 +25,7 @@ from headwater.bench.gpu.link import link_gb_per_s
 from headwater.bench.gpu.random_model import RandomModel
 from headwater.bench.gpu.slp import batch_of, experts_of, pages_for, published_spec
 from headwater.bench.gpu.timeline import TimedQueues
-from headwater.errors import ConfigError
+from headwater.errors import ConfigError, UnavailableError
 from headwater.gpu.device import find_gpu
 from headwater.gpu.exchange import Exchange
 from headwater.gpu.peers import Peers
@@ -76,7 +76,7 @@ def bench_dslp(
 ) -> Iterator[dict[str, Any]]:
     """Rows of one GPU at `single` prompt lengths, then of `ranks` of them at `together`.
 
-    Raises ConfigError when this process sees fewer GPUs.
+    Raises ConfigError when this process sees fewer GPUs, UnavailableError when a rank fails.
     """
     _check_gpus(ranks)
     spec = published_spec(shape)
@@ -106,11 +106,21 @@ def bench_dslp(
                 try:
                     yield rows.get(timeout=1.0)
                 except queue.Empty:
-                    if any(process.exitcode not in (None, 0) for process in processes):
-                        raise RuntimeError("a rank died") from None
+                    if _dead(processes):
+                        break
+            if dead := _dead(processes):
+                raise UnavailableError(
+                    f"gpu: rank {dead[0]} of {ranks} ended before its figures were there; what it "
+                    "printed says why"
+                )
         finally:
             for process in processes:
                 process.kill()
+
+
+def _dead(processes: Sequence[Any]) -> list[int]:
+    """The numbers of those that failed."""
+    return [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
 
 
 def _check_gpus(ranks: int) -> None:
@@ -119,7 +129,8 @@ def _check_gpus(ranks: int) -> None:
     asked = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
     if int(asked.stdout) < ranks:
         raise ConfigError(
-            f"gpu: {ranks} CUDA devices are needed, this process sees {int(asked.stdout)}"
+            f"--ranks: {ranks} CUDA devices are needed, this process sees {int(asked.stdout)}; "
+            "name fewer, or give it more"
         )
 
 
