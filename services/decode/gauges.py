@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headwater.gpu.hybrid_model import HybridModel
+from headwater.services.decode.models import hybrid_of
 from headwater.telemetry.metrics import observe
 from headwater.weights.placement import memory_nodes
 
@@ -19,7 +19,7 @@ def observe_decode(
     model_name: str, model: Model, engine: DecodeEngine, pool: KvPool, read_limit: float
 ) -> None:
     """Exports batch, KV pool and memory traffic; `read_limit` in bytes/s, zero: not measured."""
-    hybrid = model if isinstance(model, HybridModel) else None
+    hybrid = hybrid_of(model)
     num_blocks = pool.layout.num_blocks
     nodes = memory_nodes()
 

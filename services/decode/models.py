@@ -14,6 +14,7 @@ from headwater.kernels.model import NativeTransformer
 
 if TYPE_CHECKING:
     from headwater.config import GpuConfig
+    from headwater.gpu.hybrid_model import HybridModel
     from headwater.kernels import WorkerPool
     from headwater.model.interface import Model
     from headwater.model.spec import ModelSpec
@@ -48,6 +49,15 @@ def answer_model(
                 raise
             logger.info("answers are computed on the CPU: %s", problem)
     return on_cpu
+
+
+def hybrid_of(model: Model) -> HybridModel | None:
+    """The model, if a GPU has a part in it."""
+    if isinstance(model, NativeTransformer):
+        return None
+    from headwater.gpu.hybrid_model import HybridModel
+
+    return model if isinstance(model, HybridModel) else None
 
 
 def _hybrid(

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from headwater.errors import HeadwaterError, InvalidRequestError
 from headwater.generation import TokenEvent, check_request_id, check_token_id
-from headwater.gpu.hybrid_model import HybridModel
 from headwater.kernels import isa
 from headwater.rpc.bridge import EventBridge
+from headwater.services.decode.models import hybrid_of
 from headwater.services.decode.sampler import SamplerState
 from headwater.services.decode.sequence import Sequence
 from headwater.telemetry.tracing import span
@@ -115,8 +115,8 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         status.dram_bytes = int(self.engine.reading.total)
         status.dram_bytes_per_second = self.engine.reading.per_second()
         status.dram_limit_bytes_per_second = self.read_limit
-        model = memory.model
-        status.uses_gpu = isinstance(model, HybridModel) and model.is_on_device
+        hybrid = hybrid_of(memory.model)
+        status.uses_gpu = hybrid is not None and hybrid.is_on_device
         status.steps = self.engine.reading.num_pieces
         status.busy_seconds = self.engine.reading.busy_seconds
         return status
