@@ -74,7 +74,9 @@ def test_who_computes_where(
     assert device_for_decode(config) == decode
 
 
-@pytest.mark.parametrize("text", ["", "cuda", "cuda:0, cpu", "0,1", "cuda:0;cuda:1", "cuda:00"])
+@pytest.mark.parametrize(
+    "text", ["", "cuda", "cuda:0, cpu", "0,1", "cuda:0;cuda:1", "cuda:00", "cuda:\u0661"]
+)
 def test_devices_that_nobody_knows(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--set: gpu.prefill_devices: "):
         load_config(config_file=None, environ={}, assignments=[f"gpu.prefill_devices={text}"])

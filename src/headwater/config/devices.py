@@ -18,7 +18,7 @@ def parse_devices(text: str) -> tuple[str, ...]:
         return ()
     names = tuple(name.strip() for name in text.split(","))
     if len(names) > _MOST_DEVICES or not all(
-        re.fullmatch(r"cpu|cuda:(\d|[1-9]\d)", n) for n in names
+        re.fullmatch(r"cpu|cuda:([0-9]|[1-9][0-9])", n) for n in names
     ):
         raise ConfigError(
             f"must be auto, or up to {_MOST_DEVICES} devices such as cuda:0, cuda:1 or cpu, got "
