@@ -58,6 +58,12 @@ def test_no_such_device(fake_cuda: pytest.MonkeyPatch) -> None:
         (2, {"decode_device": 0}, ("cuda:1", "cuda:0"), 0),
         (2, {"prefill_devices": "cuda:0", "decode_device": 1}, ("cuda:0",), 1),
         (2, {"prefill_devices": "cuda:1, cuda:0"}, ("cuda:1", "cuda:0"), 0),
+        (
+            3,
+            {"prefill_devices": "cuda:0, cuda:2, cuda:1", "decode_device": 0},
+            ("cuda:2", "cuda:1", "cuda:0"),
+            0,
+        ),
         (0, {"prefill_devices": "cpu, cpu"}, ("cpu", "cpu"), 0),
     ],
 )

@@ -43,17 +43,14 @@ class Gpu:
 def devices_for_prefill(config: GpuConfig) -> tuple[str, ...]:
     """The devices of gpu.prefill_devices by name; auto: gpu.device and all GPUs after it.
 
-    One that is named as decode's comes last then, as the first goes on while decode works.
+    One that is named as decode's comes last, as the first goes on while decode works.
     """
     names = parse_devices(config.prefill_devices)
-    if names:
-        return names
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = sorted(
-        range(config.device, max(config.device + 1, count)),
-        key=lambda index: index == config.decode_device,
-    )
-    return tuple(f"cuda:{index}" for index in found)
+    if not names:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        found = range(config.device, max(config.device + 1, count))
+        names = tuple(f"cuda:{index}" for index in found)
+    return tuple(sorted(names, key=lambda name: name == f"cuda:{config.decode_device}"))
 
 
 def device_for_decode(config: GpuConfig) -> int:
