@@ -51,9 +51,14 @@ class PassWays:
         self.current = max(max_tokens)
 
     def limit(self, max_tokens: Mapping[int, int]) -> None:
-        """So many tokens may a pass have, of the ways that there are; costs stay as measured."""
+        """These ways are left, or are back, with so many tokens; costs stay as measured."""
+        meters = {}
         for way, tokens in max_tokens.items():
-            self._meter_of(way).max_tokens_per_pass = tokens
+            meters[way] = self._meters.get(way) or CostMeter(tokens)
+            meters[way].max_tokens_per_pass = tokens
+        self._meters = meters
+        if self.current not in meters:
+            self.current = max(meters)
 
     def note_decode(self, *, is_at_work: bool) -> None:
         """Decode computes answers, or does not, on a GPU that is one of ours."""

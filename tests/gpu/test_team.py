@@ -198,6 +198,36 @@ def test_a_rank_that_cannot_start_says_why(rig: Rig, tiny_model: Path) -> None:
     assert _descriptors() == before
 
 
+def test_the_first_goes_on_by_itself_where_another_is_broken(
+    rig: Rig, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ModelSpec.load(tiny_model)
+    rig.engine.start()
+    expected = _expected(rig, spec)
+    wait_until_ready = Team.wait_until_ready
+
+    def refuse_two(team: Team) -> None:
+        if len(team.ranks) > 1:
+            team.end()
+            raise ResourceError("cuda:1 has fallen off the bus")
+        wait_until_ready(team)
+
+    with _team(rig, spec, ("cpu", "cpu")) as team:
+        ways = rig.engine.ways
+        rig.model = GatedModel(team)  # type: ignore[arg-type]
+        for num_ranks in (1, 2):
+            if num_ranks == 1:
+                monkeypatch.setattr(Team, "wait_until_ready", refuse_two)
+            else:
+                monkeypatch.undo()
+            _kill_within_a_sweep(rig, team.rank_pids[0])
+            # Packed, and one of them leaves.
+            _leave_between_layers(rig, expected[1])
+            assert len(team.rank_pids) == num_ranks
+            assert list(ways.all_costs) == [1, 2][:num_ranks]
+        assert team.num_lost == 2
+
+
 def test_a_prompt_of_a_pool_that_was_replaced_is_refused(rig: Rig, tiny_model: Path) -> None:
     spec = ModelSpec.load(tiny_model)
     rig.engine.start()

@@ -65,17 +65,20 @@ class Rank:
         if gpu.device.type == "cuda":
             torch.cuda.set_device(gpu.device)
         torch.set_num_threads(setup["threads"])
-        peers = Peers.meet(meeting, self.rank, self.world_size, setup["transport"])
+        peers: Peers | None = None
+        if self.world_size > 1:
+            peers = Peers.meet(meeting, self.rank, self.world_size, setup["transport"])
         self._session = PrefillSession(
             self.spec,
             self._store,
             gpu,
             wanted_tokens=setup["sweep_tokens"],
             quantize_from=setup["quantize_from"],
-            exchange=Exchange(peers),
+            exchange=Exchange(peers) if peers is not None else None,
         )
-        # The first transfer makes the connections, which takes seconds.
-        peers.barrier()
+        if peers is not None:
+            # The first transfer makes the connections, which takes seconds.
+            peers.barrier()
         self.max_tokens = self._session.plan.max_tokens
         self._pool: tuple[int, KvWriter, int] | None = None
         self._sweep: _Sweep | None = None

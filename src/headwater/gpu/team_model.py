@@ -7,6 +7,7 @@ holds in their place are the numbers of the batch's rows, and what it drops of t
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headwater.errors import SegmentError, UnavailableError
+from headwater.errors import HeadwaterError, SegmentError, UnavailableError
 from headwater.gpu import rank_wire
 from headwater.gpu.team import LAYER_SECONDS, RankSettings, Team
 
@@ -37,12 +38,12 @@ class TeamModel:
     """The ranks of `settings` over the model `spec`; one thread at a time may compute.
 
     `choose` says, at the beginning of each sweep, on how many devices it is computed: one or all.
-    `limit` is told how many tokens a sweep may have each way when other ranks have begun, for whom
-    there may be less memory. `copy_share` is what share of the time copies take, from the next
-    layer on.
+    `limit` is told which of these there are, and how many tokens a sweep may have, when other ranks
+    have begun. `copy_share` is what share of the time copies take, from the next layer on.
 
     When a rank dies or fails, the sweep ends with its error, all ranks are killed before anybody is
-    told, and started again in the background; the next sweep waits for them.
+    told, and started again in the background; the next sweep waits for them. Where that fails, the
+    first goes on by itself until it is lost, too.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class TeamModel:
     def start(self) -> None:
         """Starts the ranks and waits for them. Raises what Team raises."""
         with self._computing:
-            self.max_tokens = self._new_team().max_tokens
+            self.max_tokens = self._new_team(self._settings).max_tokens
         logger.info(
             "prompts are computed by ranks on %s, over %s; up to %d tokens a sweep, %d by the first"
             " alone",
@@ -287,7 +288,7 @@ class TeamModel:
     def _start(self) -> None:
         began_at = time.monotonic()
         try:
-            most = self._new_team().max_tokens
+            most = self._other_team().max_tokens
             if most != self.max_tokens:
                 self.max_tokens = most
                 self._limit(most)
@@ -299,12 +300,28 @@ class TeamModel:
         with self._lock:
             self._restart = None
 
-    def _new_team(self) -> Team:
+    def _other_team(self) -> Team:
+        """All ranks, or the first by itself: another's device may be broken for good."""
+        try:
+            return self._new_team(self._settings)
+        except HeadwaterError as problem:
+            if self._is_closed:
+                raise
+            first = self._settings.devices[:1]
+            logger.error(
+                "the ranks could not be started again: %s; prompts are computed on %s alone until "
+                "prefill is started anew",
+                problem,
+                *first,
+            )
+            return self._new_team(dataclasses.replace(self._settings, devices=first))
+
+    def _new_team(self, settings: RankSettings) -> Team:
         """Ranks that are ready; `stop` ends them meanwhile, too."""
         with self._lock:
             if self._is_closed:
                 raise _closed()
-            team = self._team = Team(self._settings)
+            team = self._team = Team(settings)
         try:
             team.wait_until_ready()
         except BaseException as error:
