@@ -1,5 +1,6 @@
 """Rests between copies: how long they are, and the kernel for real cards."""
 
+# mypy: disable-error-code="import-untyped,import-not-found"
 from __future__ import annotations
 
 from typing import Any

@@ -54,7 +54,8 @@ async def test_a_refused_call_is_in_no_circle(kind: str) -> None:
         echoing(echo=Refusing()) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
-        call: Any = channel.stream_stream(path)(iter([data]), timeout=SECONDS)
+        method: Any = channel.stream_stream(path)
+        call = method(iter([data]), timeout=SECONDS)
         assert await call.code() in (
             grpc.StatusCode.INVALID_ARGUMENT,
             grpc.StatusCode.UNIMPLEMENTED,
