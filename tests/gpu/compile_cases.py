@@ -29,7 +29,7 @@ from headwater.gpu.kernels import (
 from headwater.gpu.kernels.experts import ExpertStack, Rows, Tiles
 from headwater.gpu.kernels.handover import add_and_norm
 from headwater.gpu.kernels.table import HEIGHTS
-from headwater.gpu.mailbox import Lane
+from headwater.gpu.lane import Lane
 from headwater.gpu.resident import Norm
 from headwater.model.layer_spec import GqaSpec, MlaSpec, MoeFfnSpec, RopeSpec
 from tests.gpu.fake_cuda import FakeDriver

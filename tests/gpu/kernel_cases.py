@@ -30,7 +30,7 @@ from headwater.gpu.kernels import (
 from headwater.gpu.kernels.attend import CacheShape, attend
 from headwater.gpu.kernels.experts import ExpertStack, Format, Rows, Tiles, cut_into_tiles
 from headwater.gpu.kernels.handover import add_and_norm
-from headwater.gpu.mailbox import Lane
+from headwater.gpu.lane import Lane
 from headwater.gpu.resident import Norm
 from headwater.model.expand import rows_of
 from headwater.model.gate import choose_experts

@@ -9,7 +9,8 @@ import torch
 
 from headwater.errors import InternalError
 from headwater.gpu.hybrid_decoder import HybridDecoder, MicroBatch
-from headwater.gpu.mailbox import ExpertWorker, Lane, Pending, StoredExperts, add_and_norm, ask
+from headwater.gpu.lane import Lane
+from headwater.gpu.mailbox import ExpertWorker, Pending, StoredExperts, add_and_norm, ask
 from headwater.gpu.resident import Norm
 from headwater.kernels import WorkerPool
 from headwater.model.batch import SequenceChunk

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from headwater.gpu.decode_attention import Angles, GqaDecode, MlaDecode
 from headwater.gpu.decode_head import DecodeHead
-from headwater.gpu.mailbox import ExpertWorker, Lane, Pending, StoredExperts, add_and_norm, ask
+from headwater.gpu.lane import Lane
+from headwater.gpu.mailbox import ExpertWorker, Pending, StoredExperts, add_and_norm, ask
 from headwater.gpu.precedence import lane_queue
 from headwater.gpu.resident import GatedNetwork, ResidentWeights
 from headwater.model.layer_spec import GqaSpec, MoeFfnSpec

@@ -1,7 +1,7 @@
-"""Lanes between a GPU and the CPU's experts: the memory, and how it is used without a GPU.
+"""What passes between a GPU and the CPU's experts: questions, answers, and both without a GPU.
 
-Owns the layout of a lane and its tickets: a count above 16 bits of the layer's index, so that no
-two in a row are equal. See native/include/headwater/expert_worker.hpp for the other side.
+Owns tickets: a count above 16 bits of the layer's index, so that no two in a row are equal. See
+native/include/headwater/expert_worker.hpp for the other side.
 """
 
 from __future__ import annotations
@@ -15,54 +15,19 @@ from torch import Tensor
 
 from headwater import _native
 from headwater.errors import InternalError
-from headwater.gpu.ring import aligned
 from headwater.kernels.stored import stored_matrix
 from headwater.model.gate import choose_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headwater.gpu.lane import Lane
     from headwater.gpu.resident import Norm
     from headwater.kernels import WorkerPool
     from headwater.model.layer_spec import MoeFfnSpec
     from headwater.model.source import Weights
 
 _ANSWER_SECONDS = 60.0
-
-
-class Lane:
-    """Memory that both sides see, for up to `max_tokens` at a time.
-
-    `x` and `output` are FP32 [tokens, hidden], `experts` INT32 and `weights` FP32 [tokens, k];
-    `posted` and `done` are tickets, INT64 [1]. On the device, `count` numbers the tickets;
-    `arrivals` counts the tokens that have chosen, then programs that have scored each token.
-    """
-
-    def __init__(
-        self, max_tokens: int, hidden_size: int, num_choices: int, device: torch.device
-    ) -> None:
-        sizes = [64, 64, 4 * max_tokens * hidden_size, 4 * max_tokens * num_choices]
-        sizes += [sizes[3], sizes[2]]
-        memory = torch.zeros(
-            sum(map(aligned, sizes)), dtype=torch.uint8, pin_memory=device.type == "cuda"
-        )
-        starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
-        parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        self.max_tokens = max_tokens
-        self.posted, self.done = (part.view(torch.int64)[:1] for part in parts[:2])
-        self.x, self.output = (
-            parts[i].view(torch.float32).view(max_tokens, hidden_size) for i in (2, 5)
-        )
-        self.experts = parts[3].view(torch.int32).view(max_tokens, num_choices)
-        self.weights = parts[4].view(torch.float32).view(max_tokens, num_choices)
-        self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self.arrivals = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
-
-    @property
-    def addresses(self) -> tuple[int, int, int, int, int, int]:
-        """Where its parts are, as the worker wants them."""
-        parts = (self.posted, self.done, self.x, self.experts, self.weights, self.output)
-        return tuple(part.data_ptr() for part in parts)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)

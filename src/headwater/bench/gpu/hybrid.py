@@ -18,7 +18,8 @@ from headwater.bench.timing import ReadProbe
 from headwater.gpu.device import find_gpu
 from headwater.gpu.dual_batch import DualBatchPolicy, micro_batches
 from headwater.gpu.hybrid_decoder import HybridDecoder
-from headwater.gpu.mailbox import ExpertWorker, Lane, Pending, StoredExperts, add_and_norm, ask
+from headwater.gpu.lane import Lane
+from headwater.gpu.mailbox import ExpertWorker, Pending, StoredExperts, add_and_norm, ask
 from headwater.gpu.resident import Norm
 from headwater.kernels import WorkerPool, isa, self_test
 from headwater.model.layer_spec import MoeFfnSpec

@@ -20,7 +20,7 @@ from headwater.gpu.kernels.handover import LAYER_BITS, store_release
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headwater.gpu.mailbox import Lane
+    from headwater.gpu.lane import Lane
     from headwater.model.layer_spec import MoeFfnSpec
 
 # Tokens up to which scores are sums of this kernel's own; for more, a library reads the gate once.

@@ -22,7 +22,7 @@ from headwater.gpu.kernels.pieces import rms_norm, sum_of_pieces
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headwater.gpu.mailbox import Lane
+    from headwater.gpu.lane import Lane
     from headwater.gpu.resident import Norm
 
 LAYER_BITS = 16

@@ -1,0 +1,45 @@
+"""A lane: memory through which one micro-batch on a GPU asks the CPU for its experts.
+
+Owns its layout; what is written there, and when, is mailbox.py's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headwater.gpu.ring import aligned
+
+
+class Lane:
+    """Memory that both sides see, for up to `max_tokens` at a time.
+
+    `x` and `output` are FP32 [tokens, hidden], `experts` INT32 and `weights` FP32 [tokens, k];
+    `posted` and `done` are tickets, INT64 [1]. On the device, `count` numbers the tickets;
+    `arrivals` counts the tokens that have chosen, then programs that have scored each token.
+    """
+
+    def __init__(
+        self, max_tokens: int, hidden_size: int, num_choices: int, device: torch.device
+    ) -> None:
+        sizes = [64, 64, 4 * max_tokens * hidden_size, 4 * max_tokens * num_choices]
+        sizes += [sizes[3], sizes[2]]
+        memory = torch.zeros(
+            sum(map(aligned, sizes)), dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
+        starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
+        parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        self.max_tokens = max_tokens
+        self.posted, self.done = (part.view(torch.int64)[:1] for part in parts[:2])
+        self.x, self.output = (
+            parts[i].view(torch.float32).view(max_tokens, hidden_size) for i in (2, 5)
+        )
+        self.experts = parts[3].view(torch.int32).view(max_tokens, num_choices)
+        self.weights = parts[4].view(torch.float32).view(max_tokens, num_choices)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.arrivals = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int, int, int]:
+        """Where its parts are, as the worker wants them."""
+        parts = (self.posted, self.done, self.x, self.experts, self.weights, self.output)
+        return tuple(part.data_ptr() for part in parts)  # type: ignore[return-value]
