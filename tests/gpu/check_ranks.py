@@ -12,8 +12,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -39,6 +37,7 @@ from headwater.synth.checkpoint import write_synthetic
 from headwater.synth.shapes import ARCHITECTURES, make_config
 from headwater.v1 import prefill_service_pb2 as pb
 from headwater.v1 import prefill_service_pb2_grpc
+from tests.gpu.up_stack import up_stack
 from tests.unit.test_prefill_engine import GatedModel, Rig
 
 _PROMPTS = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((90, 5, 233, 1, 61, 120))]
@@ -140,41 +139,21 @@ def check_stacks(folder: Path, devices: tuple[str, ...], vram_gib: float) -> lis
 def _with_stack(
     folder: Path, devices: tuple[str, ...], vram_gib: float, place: Path, *checks: Any
 ) -> list[_Row]:
-    prefix = f"hwstack-{len(devices)}"
     settings = {
         "model.path": str(folder),
-        "shm.prefix": prefix,
-        "state.run_dir": str(place / "run"),
-        "gateway.enabled": "false",
-        "router.listen": f"127.0.0.1:{_PORT}",
-        "router.prefill_address": f"127.0.0.1:{_PORT + 1}",
-        "prefill.listen": f"127.0.0.1:{_PORT + 1}",
-        "prefill.decode_address": f"127.0.0.1:{_PORT + 2}",
-        "router.decode_address": f"127.0.0.1:{_PORT + 2}",
-        "decode.listen": f"127.0.0.1:{_PORT + 2}",
-        "router.prompt_path": "prefill",
-        "kv.pool_tokens": "32768",
         "gpu.prefill": "on",
         "gpu.vram_gib": str(vram_gib),
         "gpu.prefill_devices": ", ".join(devices),
         "gpu.decode": "off" if devices[0] == "cpu" else "on",
-        "objectives.shed_factor": "0",
     }
-    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    program = [sys.executable, "-m", "headwater.cli.main"]
+    prefix = f"hwstack-{len(devices)}"
     log = place / "run" / prefix / "prefill.log"
     try:
-        subprocess.run([*program, "up", *flags], check=True, stdout=subprocess.DEVNULL, timeout=200)
-        return [check() for check in checks]
+        with up_stack(prefix, _PORT, place, settings, 200):
+            return [check() for check in checks]
     except BaseException:
         print(log.read_text() if log.exists() else "no log", flush=True)
         raise
-    finally:
-        subprocess.run(
-            [*program, "down", "--release", *flags], check=False, stdout=subprocess.DEVNULL
-        )
-        left = [e.name for e in Path("/dev/shm").iterdir() if e.name.startswith(f"{prefix}.")]
-        assert left == [], left
 
 
 def _status() -> pb.GetPrefillStatusResponse:

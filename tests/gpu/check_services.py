@@ -13,8 +13,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from headwater.convert.linear_formats import LinearTarget
 from headwater.generation import SamplingParams, Token
 from headwater.synth.checkpoint import write_synthetic
 from headwater.synth.shapes import make_config
+from tests.gpu.up_stack import up_stack
 
 PROMPTS, ANSWER_TOKENS = 20, 48
 _PORT = 50650
@@ -84,40 +83,17 @@ async def _ask_all(address: str) -> tuple[list[Answer], list[Answer]]:
 
 def _serve(folder: str, device: str, place: Path) -> tuple[list[Answer], list[Answer], list[str]]:
     """Answers of a stack of its own, alone and together, and what its engines said of devices."""
-    prefix = f"hwcheck-{device}"
-    settings = {
-        "shm.prefix": prefix,
-        "state.run_dir": str(place / "run"),
-        "gateway.enabled": "false",
-        "router.listen": f"127.0.0.1:{_PORT}",
-        "router.prefill_address": f"127.0.0.1:{_PORT + 1}",
-        "prefill.listen": f"127.0.0.1:{_PORT + 1}",
-        "prefill.decode_address": f"127.0.0.1:{_PORT + 2}",
-        "router.decode_address": f"127.0.0.1:{_PORT + 2}",
-        "decode.listen": f"127.0.0.1:{_PORT + 2}",
-        "router.prompt_path": "prefill",
-        "kv.pool_tokens": "32768",
-        "gpu.prefill": device,
-        "gpu.decode": device,
-        "objectives.shed_factor": "0",
-    }
+    settings = {"gpu.prefill": device, "gpu.decode": device}
     if folder:
         settings["model.path"] = folder
-    flags = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    program = [sys.executable, "-m", "headwater.cli.main"]
-    try:
-        subprocess.run([*program, "up", *flags], check=True, stdout=subprocess.DEVNULL, timeout=300)
+    with up_stack(f"hwcheck-{device}", _PORT, place, settings, 300) as logs:
         alone, together = asyncio.run(_ask_all(f"127.0.0.1:{_PORT}"))
         said = [
             line
-            for path in sorted((place / "run" / prefix).glob("*.log"))
+            for path in sorted(logs.glob("*.log"))
             for line in path.read_text().splitlines()
             if "computed on" in line or "prefill streams" in line or " ERROR " in line
         ]
-    finally:
-        subprocess.run(
-            [*program, "down", "--release", *flags], check=False, stdout=subprocess.DEVNULL
-        )
     return alone, together, said
 
 

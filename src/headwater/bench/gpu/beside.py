@@ -52,20 +52,20 @@ def bench_beside(
         )
         assert prefill.recv() == "ready"
         with torch.inference_mode():
-            _steps(decoder, batch, context, lambda count: count < 4)
-            alone = _steps(decoder, batch, context, lambda count: count < _STEPS_ALONE)
+            timed_steps(decoder, batch, context, lambda count: count < 4)
+            alone = timed_steps(decoder, batch, context, lambda count: count < _STEPS_ALONE)
             prefill.send("sweep")
             sweep_alone: float = prefill.recv()
-            yield _row("alone", batch, alone, alone) | {"sweep_s": sweep_alone, "tokens": tokens}
+            yield row_of("alone", batch, alone, alone) | {"sweep_s": sweep_alone, "tokens": tokens}
             for work in ("copies", "sweep"):
                 prefill.send(work)
-                beside = _steps(decoder, batch, context, lambda _: not prefill.poll())
+                beside = timed_steps(decoder, batch, context, lambda _: not prefill.poll())
                 seconds: float = prefill.recv()
-                yield _row(work, batch, beside, alone) | {"work_s": seconds}
+                yield row_of(work, batch, beside, alone) | {"work_s": seconds}
         prefill.send("end")
 
 
-def _steps(decoder: HybridDecoder, batch: int, context: int, goes_on: Any) -> list[float]:
+def timed_steps(decoder: HybridDecoder, batch: int, context: int, goes_on: Any) -> list[float]:
     """Seconds of each step, as long as `goes_on(steps so far)`."""
     parts, positions = micro_batches(batch, is_dual=False), torch.full((batch,), context - 1)
     generator = torch.Generator().manual_seed(batch)
@@ -78,7 +78,7 @@ def _steps(decoder: HybridDecoder, batch: int, context: int, goes_on: Any) -> li
     return times
 
 
-def _row(what: str, batch: int, times: Sequence[float], alone: Sequence[float]) -> dict[str, Any]:
+def row_of(what: str, batch: int, times: Sequence[float], alone: Sequence[float]) -> dict[str, Any]:
     ordered = sorted(times)
     return {
         "what": f"decode beside {what}" if what != "alone" else "decode alone",

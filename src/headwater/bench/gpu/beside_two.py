@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headwater.bench.gpu.beside import _row, _steps
+from headwater.bench.gpu.beside import row_of, timed_steps
 from headwater.bench.gpu.hybrid import Shape, workers
 from headwater.bench.gpu.random_model import RandomModel
 from headwater.bench.gpu.slp import batch_of, pages_for
@@ -68,19 +68,19 @@ def bench_beside_two(
         )
         assert prefill.recv() == "ready"
         with torch.inference_mode():
-            _steps(decoder, batch, context, lambda count: count < _STEPS_WARM)
+            timed_steps(decoder, batch, context, lambda count: count < _STEPS_WARM)
             prefill.send(("sweep", 1.0))
             sweep_alone: float = prefill.recv()
-            alone = _steps(decoder, batch, context, lambda count: count < _STEPS_ALONE)
-            yield _row("alone", batch, alone, alone) | {"sweep_s": sweep_alone, "tokens": tokens}
+            alone = timed_steps(decoder, batch, context, lambda count: count < _STEPS_ALONE)
+            yield row_of("alone", batch, alone, alone) | {"sweep_s": sweep_alone, "tokens": tokens}
             for share in shares:
                 for work in ("copies", "sweep"):
                     prefill.send((work, share))
-                    beside = _steps(decoder, batch, context, lambda _: not prefill.poll())
+                    beside = timed_steps(decoder, batch, context, lambda _: not prefill.poll())
                     seconds: float = prefill.recv()
                     # Steps without it just before and just after: machines drift.
-                    after = _steps(decoder, batch, context, lambda count: count < _STEPS_ALONE)
-                    row = _row(work, batch, beside, alone + after)
+                    after = timed_steps(decoder, batch, context, lambda count: count < _STEPS_ALONE)
+                    row = row_of(work, batch, beside, alone + after)
                     alone = after
                     yield row | {"copy_share": share, "work_s": seconds}
         prefill.send(("end", 1.0))
