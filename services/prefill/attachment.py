@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import grpc
@@ -16,6 +17,7 @@ from headwater.errors import InternalError, InvalidRequestError, SegmentError, S
 from headwater.kv.writer import KvWriter
 from headwater.model.spec import ModelSpec
 from headwater.rpc.channel import open_channel
+from headwater.rpc.streams import received
 from headwater.telemetry.tracing import outgoing_metadata
 from headwater.v1 import (
     decode_service_pb2,
@@ -139,18 +141,18 @@ class Attachment:
         request = memory_service_pb2.GetWeightsRequest()
         manifest: weights_pb2.WeightsManifest | None = None
         entries = []
-        async for response in self._memory_service.GetWeights(
-            request, metadata=outgoing_metadata()
-        ):
-            if response.HasField("progress"):
-                progress = response.progress
-                logger.debug("weights: %d of %d", progress.loaded_bytes, progress.total_bytes)
-            elif response.HasField("manifest"):
-                manifest = response.manifest
-                if self.store is not None and self.store.handle.name == manifest.segment.name:
-                    return
-            else:
-                entries += [tensor_entry_from_pb(tensor) for tensor in response.tensors.tensors]
+        call = self._memory_service.GetWeights(request, metadata=outgoing_metadata())
+        async with aclosing(received(call)) as responses:
+            async for response in responses:
+                if response.HasField("progress"):
+                    progress = response.progress
+                    logger.debug("weights: %d of %d", progress.loaded_bytes, progress.total_bytes)
+                elif response.HasField("manifest"):
+                    manifest = response.manifest
+                    if self.store is not None and self.store.handle.name == manifest.segment.name:
+                        return
+                else:
+                    entries += [tensor_entry_from_pb(tensor) for tensor in response.tensors.tensors]
         if manifest is None or len(entries) != manifest.num_tensors:
             raise InternalError("decode's answer to GetWeights ended before the manifest was whole")
         store = WeightsStore.attach(segment_handle_from_pb(manifest.segment), entries)
