@@ -86,7 +86,7 @@ def test_only_rounding_separates_us_from_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (ffn, gqa, mla, moe, transformer):
-        monkeypatch.setattr(module, "round_to_bf16", lambda x: x)
+        monkeypatch.setattr(module, "round_activations", lambda x: x)
     model = load_model(golden.folder)
     pages = KvPages.allocate(_layout(model.spec))
     pages = KvPages([layer.float() for layer in pages.layers], BLOCK_TOKENS)

@@ -11,11 +11,13 @@ import sys
 import torch
 
 from headwater.bench.gpu.random_model import RandomModel
+from headwater.gpu.device import find_gpu
 from headwater.gpu.dual_batch import micro_batches
 from headwater.gpu.hybrid_decoder import HybridDecoder
 from headwater.gpu.layout import lay_out
 from headwater.gpu.memory_plan import MemoryPlan
 from headwater.gpu.prefill_model import StreamedModel
+from headwater.gpu.prefill_session import PrefillSession
 from headwater.gpu.streams import queues_on
 from headwater.kernels import WorkerPool
 from headwater.kv.layout import KvKind
@@ -40,7 +42,7 @@ def check(architecture: str, device: torch.device) -> None:
     expected_pages = pages_of(spec)
     expected = run(Transformer(spec, weights), expected_pages, *chunks)
     is_mla = spec.kv.kind is KvKind.MLA
-    for quantize_from in (0, 1 << 30):
+    for quantize_from in (0, 1):
         layout = lay_out(spec, weights, group_bytes=1 << 20)
         plan = MemoryPlan(2, 3, 1 << 10, 0, 0)
         model = StreamedModel(
@@ -53,7 +55,7 @@ def check(architecture: str, device: torch.device) -> None:
         errors = ((hidden - expected).norm(dim=1) / expected.norm(dim=1)).sort().values
         entries = [written(p, blocks, 61, is_mla) for p in (pages, expected_pages)]
         print(
-            f"{architecture} {'bf16' if quantize_from else 'fp8'} activations:"
+            f"{architecture} {'fp8' if quantize_from else 'fp16'} activations:"
             f" hidden {relative_error(hidden, expected):.1e}, nine of ten tokens below"
             f" {float(errors[int(0.9 * len(errors))]):.1e}, kv {relative_error(*entries):.1e},"
             f" repeated {relative_error(again, hidden):.1e},"
@@ -89,8 +91,24 @@ def check_hybrid(architecture: str, device: torch.device) -> None:
         )
 
 
+def check_memory(device: torch.device) -> None:
+    """What a session had is there for the next one of the same process."""
+    config = make_config("tiny", "deepseek_v3", layers=4) | {"quantization_config": FP8}
+    spec = ModelSpec.from_config(config, "config.json")
+    weights = RandomModel(spec, 2)
+    for _ in range(2):
+        gpu = find_gpu(device.index or 0, 4.0)
+        kept = torch.cuda.memory_reserved(device)
+        session = PrefillSession(spec, weights, gpu, wanted_tokens=512)
+        run(session.model, pages_of(spec), SequenceChunk(prompt(spec, 60, 1), 0, list(range(16))))
+        session.close()
+        del session
+    print(f"kept of a session that ended: {kept} bytes", flush=True)
+
+
 if __name__ == "__main__":
     with torch.inference_mode():
+        check_memory(torch.device(*sys.argv[1:] or ["cuda:0"]))
         for name in ARCHITECTURES:
             check(name, torch.device(*sys.argv[1:] or ["cuda:0"]))
             check_hybrid(name, torch.device(*sys.argv[1:] or ["cuda:0"]))

@@ -58,11 +58,9 @@ def check_model(folder: Path, devices: tuple[str, ...]) -> _Row:
         native = NativeTransformer(spec, rig.store, WorkerPool(2), mode=Mode.PREFILL)
         found["cpu"] = _entries(rig, native)
         gpu = find_device(devices[0], _VRAM_GIB)
-        session = PrefillSession(spec, rig.store, gpu, wanted_tokens=512, quantize_from=1 << 30)
+        session = PrefillSession(spec, rig.store, gpu, wanted_tokens=512)
         found["one"] = _entries(rig, session.model)
-        settings = RankSettings(
-            devices, rig.store.handle, _VRAM_GIB, 512, 1 << 30, 2, TelemetryConfig()
-        )
+        settings = RankSettings(devices, rig.store.handle, _VRAM_GIB, 512, 0, 2, TelemetryConfig())
         way = len(devices)
         team = TeamModel(spec, settings, lambda: way, lambda _: None)
         try:

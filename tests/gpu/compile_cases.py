@@ -22,13 +22,15 @@ from headwater.gpu.kernels import (
     attend,
     combine,
     decode_steps,
+    expansion,
     few_rows,
     gating,
     grouped,
+    weights,
 )
 from headwater.gpu.kernels.experts import ExpertStack, Rows, Tiles
 from headwater.gpu.kernels.handover import add_and_norm
-from headwater.gpu.kernels.table import HEIGHTS
+from headwater.gpu.kernels.table import EXPANDED_FROM, HEIGHTS, MOST_QUANTIZED
 from headwater.gpu.lane import Lane
 from headwater.gpu.resident import Norm
 from headwater.model.layer_spec import GqaSpec, MlaSpec, MoeFfnSpec, RopeSpec
@@ -96,28 +98,31 @@ def _stacks() -> dict[str, ExpertStack]:
 def _compile_products() -> None:
     num_rows = 100
     index = _empty(num_rows, dtype=torch.int32)
-    plain = Rows(_empty(num_rows, HIDDEN, dtype=torch.bfloat16), None, index)
-    act = Rows(_empty(num_rows, INTERMEDIATE, dtype=torch.bfloat16))
+    plain = Rows(_empty(num_rows, HIDDEN, dtype=torch.float16), None, index)
+    act = Rows(_empty(num_rows, INTERMEDIATE, dtype=torch.float16))
     eight = torch.float8_e4m3fn
     quantized = Rows(_empty(num_rows, HIDDEN, dtype=eight), _empty(num_rows, HIDDEN // 128), index)
     quantized_act = Rows(
         _empty(num_rows, INTERMEDIATE, dtype=eight), _empty(num_rows, INTERMEDIATE // 128)
     )
     out = _empty(num_rows, HIDDEN)
+    table = _empty(3, 50, dtype=torch.int32)
     for fmt, stack in _stacks().items():
-        for height in HEIGHTS[::2]:
-            tiles = Tiles(_empty(3, 50, dtype=torch.int32), 7, num_rows, height)
-            grouped.gate_up(plain, stack, tiles, act)
-            grouped.down(act, stack, tiles, out)
-            if fmt == "fp8" and _capability >= FP8_CAPABILITY:
+        expanded = expansion.expand(stack)
+        for height in (HEIGHTS[0], MOST_QUANTIZED, EXPANDED_FROM):
+            tiles = Tiles(table, 7, num_rows, height)
+            met = expanded if height >= EXPANDED_FROM else stack
+            grouped.gate_up(plain, met, tiles, act)
+            grouped.down(act, met, tiles, out)
+            if fmt == "fp8" and height <= MOST_QUANTIZED and _capability >= FP8_CAPABILITY:
                 grouped.gate_up(quantized, stack, tiles, quantized_act)
                 grouped.down(quantized_act, stack, tiles, out)
 
 
 def _compile_others() -> None:
-    x = _empty(100, HIDDEN, dtype=torch.bfloat16)
-    places, weights = _empty(100, 8, dtype=torch.int32), _empty(100, 8)
-    combine.add_weighted(_empty(100, HIDDEN), _empty(50, HIDDEN), places, weights, 3)
+    x = _empty(100, HIDDEN, dtype=torch.float16)
+    places, shares = _empty(100, 8, dtype=torch.int32), _empty(100, 8)
+    combine.add_weighted(_empty(100, HIDDEN), _empty(50, HIDDEN), places, shares, 3)
     lane, norm = Lane(5, 64, 8, torch.device("cpu")), Norm(_empty(HIDDEN), 1e-6)
     routed = MoeFfnSpec(256, 8, 2048, "sigmoid_bias_group", True, 2.5, 8, 4)
     for count in (1, 3, 5):
@@ -133,7 +138,7 @@ def _compile_others() -> None:
     cache = _empty(1, 4096, 576, dtype=torch.bfloat16)
     norms = _empty(1536), _empty(512)
     decode_steps.mla_inputs(mla, _empty(8, 1, 2112), norms, angles, positions, cache, 1e-6)
-    matrix = _empty(128, 128, 512, dtype=torch.bfloat16)
+    matrix = _empty(128, 128, 512, dtype=torch.float16)
     decode_steps.mla_queries(mla, _empty(2, 1, 128 * 192), matrix, angles, positions)
     latents = _empty(1, 128, 512)
     shape = attend.CacheShape(1, 512, 64, 512, 0)
@@ -144,7 +149,7 @@ def _compile_others() -> None:
     angles = _empty(4096, 1, 64), _empty(4096, 1, 64)
     norm = Norm(_empty(128), 1e-6)
     decode_steps.gqa_inputs(gqa, _empty(2, 1, 40 * 128), (norm, norm), angles, positions, cache)
-    out = _empty(1, 32 * 128, dtype=torch.bfloat16)
+    out = _empty(1, 32 * 128, dtype=torch.float16)
     shape = attend.CacheShape(4, 128, 0, 128, 512)
     attend.attend(_empty(1, 32, 128), cache, positions, shape, 4096, out)
     if _capability >= FP8_CAPABILITY:
@@ -166,7 +171,7 @@ if __name__ == "__main__":
         driver.set_active(_driver)
         knobs.runtime.kernel_load_start_hook.add(_driver.expect)
         major_minor = divmod(_capability, 10)
-        for module in (grouped, attend):
+        for module in (grouped, attend, weights):
             module.capability_of = lambda _, found=major_minor: found  # type: ignore[attr-defined]
         _compile_products()
         _compile_others()

@@ -26,7 +26,7 @@ from tests.gpu.models import BLOCK_TOKENS, pages_of
 def compute_in_fp32() -> None:
     """Rounds no activations, and adds in one order: what is left is how the work is shared out."""
     torch.set_num_threads(1)
-    precision.ROUNDED = precision.IN_ATTENTION = torch.float32
+    precision.ROUNDED = precision.IN_ATTENTION = precision.CACHED = torch.float32
 
 
 def float_pages(spec: ModelSpec) -> KvPages:
@@ -57,9 +57,7 @@ def run_rank(
     plan = MemoryPlan(2, 2, 1 << 10, 0, 0)
     results: list[Any] = []
     with torch.inference_mode():
-        model = StreamedModel(
-            spec, store, layout, plan, HostQueues(), quantize_from=1 << 30, exchange=Exchange(peers)
-        )
+        model = StreamedModel(spec, store, layout, plan, HostQueues(), exchange=Exchange(peers))
         for number, case in enumerate(cases):
             if number == dies_at and rank == world_size - 1:
                 os._exit(1)

@@ -54,8 +54,9 @@ def _matrix(
 ) -> dict[str, Tensor]:
     *stack, rows, columns = shape
     spread = columns**-0.5
-    if fmt == "bf16":
-        return {name: (torch.randn(shape, generator=generator) * spread).bfloat16()}
+    if fmt in ("bf16", "fp16"):
+        dtype = torch.bfloat16 if fmt == "bf16" else torch.float16
+        return {name: (torch.randn(shape, generator=generator) * spread).to(dtype)}
     if fmt == "fp8":
         values = (torch.randn(shape, generator=generator) * 60).clamp(-448, 448)
         blocks = (*stack, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))

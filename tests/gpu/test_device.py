@@ -25,6 +25,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * 2**30, 24 * 2**30))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    # Only builds of torch with CUDA have it.
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     return monkeypatch
 
 

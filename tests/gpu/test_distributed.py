@@ -40,6 +40,7 @@ def fp32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the ranks do: see compute_in_fp32."""
     monkeypatch.setattr(precision, "ROUNDED", torch.float32)
     monkeypatch.setattr(precision, "IN_ATTENTION", torch.float32)
+    monkeypatch.setattr(precision, "CACHED", torch.float32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -78,7 +79,7 @@ def test_ranks_compute_what_one_computes(
         cases = _cases(spec)
         layout = lay_out(spec, weights, group_bytes=1 << 20)
         plan = MemoryPlan(2, 2, 1 << 10, 0, 0)
-        model = StreamedModel(spec, weights, layout, plan, HostQueues(), quantize_from=1 << 30)
+        model = StreamedModel(spec, weights, layout, plan, HostQueues())
         expected = []
         for case in cases:
             pages = float_pages(spec)

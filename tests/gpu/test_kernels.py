@@ -15,14 +15,14 @@ import torch
 
 from headwater.gpu.kernels import reference
 from headwater.gpu.kernels.experts import cut_into_tiles
-from headwater.gpu.kernels.table import HEIGHTS, shapes_for, tile_rows
+from headwater.gpu.kernels.table import HEIGHTS, MOST_QUANTIZED, shapes_for, tile_rows
 from headwater.gpu.routing import route
 from tests.gpu.samples import relative_error
 
 # What a wrong scale, a wrong shard or a lost row exceeds by far.
 TOLERANCE = 1e-5
-# Results that are rounded, or, by the interpreter, cut off: up to a step of E4M3 or of BF16.
-ROUNDED = {"quantize": 0.1, "mla": 8e-3, "gqa": 8e-3}
+# Results that are rounded, or, by the interpreter, cut off: up to a step of E4M3, BF16 or FP16.
+ROUNDED = {"quantize": 0.1, "mla": 8e-3, "gqa": 8e-3, "expand": 1e-3}
 
 
 needs_triton = pytest.mark.skipif(
@@ -51,7 +51,15 @@ def test_kernels_compile_and_start_for_real_cards_without_a_compiler_of_c(tmp_pa
         card, name, shared = line.split()
         names.add((int(card), name))
         assert int(shared) <= SHARED_MEMORY[int(card)], line
-    kernels = ("_grouped", "_add_weighted", "_add_and_norm", "_gate", "_mla_inputs", "_attend")
+    kernels = (
+        "_grouped",
+        "_expand",
+        "_add_weighted",
+        "_add_and_norm",
+        "_gate",
+        "_mla_inputs",
+        "_attend",
+    )
     assert {(card, name) for card in SHARED_MEMORY for name in kernels} <= names
     assert {(90, "_multiply"), (90, "_multiply_one")} <= names
 
@@ -123,8 +131,15 @@ def test_rows_are_sorted_by_expert_and_foreign_ones_come_last() -> None:
 
 
 def test_tile_heights_fit_the_rows() -> None:
-    assert [tile_rows(n) for n in (0, 1, 16, 17, 64, 5000)] == [16, 16, 16, 32, 64, 64]
+    rows = (0, 1, 16, 17, 64, 65, 5000)
+    heights = [tile_rows(n, is_quantized=False) for n in rows]
+    assert heights == [16, 16, 16, 32, 64, 128, 128]
+    heights = [tile_rows(n, is_quantized=True) for n in rows]
+    assert heights == [16, 16, 16, 32, 64, 64, 64]
     for height in HEIGHTS:
         for capability in ((8, 6), (8, 9), (9, 0), (12, 0), (10, 3)):
-            # The width of gate and up is the width of an activation's scale block.
-            assert shapes_for(height, capability).gated.block_n == 128
+            shapes = shapes_for(height, capability)
+            if shapes.down_quantized is not None:
+                # The width of gate and up is the width of an activation's scale block.
+                assert shapes.gated.block_n == 128
+            assert (shapes.down_quantized is not None) == (height <= MOST_QUANTIZED)

@@ -21,12 +21,12 @@ from headwater.model.transformer import Transformer
 from tests.gpu.models import BLOCK_TOKENS, pages_of, prompt, run, tiny_weights, written
 from tests.gpu.samples import relative_error
 
-NEVER = 1 << 30
+NEVER, ALWAYS = 0, 1
 BLOCKS = list(range(20, 36))
-# Of one layer, relative to its result. BF16 activations: the reference rounds them too, but sums
-# differ in their last bits, and so do some of the roundings. E4M3 ones: each of two products and
-# what is between them is off by up to 2^-4, 2^-4 / sqrt(3) or less on average.
-BARS = {NEVER: 5e-3, 0: 5e-2}
+# Of one layer, relative to its result. FP16 activations: what is left is mostly that the reference
+# rounds them to BF16. E4M3 ones: each of two products and what is between them is off by up to
+# 2^-4, 2^-4 / sqrt(3) or less on average.
+BARS = {NEVER: 5e-3, ALWAYS: 5e-2}
 
 
 def _model(
@@ -48,13 +48,13 @@ def _error(ours: Tensor, theirs: Tensor, share: float = 0.9) -> float:
     [
         ("deepseek_v3", "bf16", 1, NEVER),
         ("deepseek_v3", "fp8", 1, NEVER),
-        ("deepseek_v3", "fp8", 2, 0),
+        ("deepseek_v3", "fp8", 2, ALWAYS),
         ("deepseek_v3", "int4", 2, NEVER),
         ("mixtral", "bf16", 4, NEVER),
         ("qwen3_moe", "fp8", 2, NEVER),
         ("qwen3_moe", "mxfp4", 1, NEVER),
-        ("mixtral", "int4", 1, 0),
-        ("mixtral", "fp8", 1, 0),
+        ("mixtral", "int4", 1, ALWAYS),
+        ("mixtral", "fp8", 1, ALWAYS),
     ],
 )
 def test_agrees_with_the_reference(
@@ -136,4 +136,5 @@ def test_logits_are_the_reference_s(tmp_path: Path, shm_prefix: str) -> None:
     with tiny_weights(tmp_path, shm_prefix, "deepseek_v3", "fp8") as (spec, weights):
         hidden = torch.randn(3, spec.hidden_size)
         expected = Transformer(spec, weights).logits(hidden)
-        assert relative_error(_model(spec, weights).logits(hidden), expected) < 1e-4
+        # The reference rounds hidden states to BF16.
+        assert relative_error(_model(spec, weights).logits(hidden), expected) < 3e-3

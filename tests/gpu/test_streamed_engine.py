@@ -27,9 +27,7 @@ def rig(tiny_model: Path, shm_prefix: str) -> Iterator[Rig]:
     rig = Rig(tiny_model, shm_prefix)
     spec = ModelSpec.load(tiny_model)
     layout = lay_out(spec, rig.store, group_bytes=1 << 15)
-    model = StreamedModel(
-        spec, rig.store, layout, MemoryPlan(2, 2, 64, 0, 0), HostQueues(), quantize_from=1 << 30
-    )
+    model = StreamedModel(spec, rig.store, layout, MemoryPlan(2, 2, 64, 0, 0), HostQueues())
     rig.model = GatedModel(model)  # type: ignore[arg-type]
     rig.engine.ways.offer({1: 64})
     yield rig

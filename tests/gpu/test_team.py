@@ -47,7 +47,7 @@ def _model(rig: Rig, spec: ModelSpec, devices: tuple[str, ...]) -> TeamModel:
         weights=rig.store.handle,
         vram_gib=0.0,
         sweep_tokens=256,
-        quantize_from=1 << 30,
+        quantize_from=0,
         threads=1,
         telemetry=TelemetryConfig(),
     )
@@ -91,7 +91,7 @@ def _expected(rig: Rig, spec: ModelSpec) -> list[list[torch.Tensor]]:
     """What one rank in this process leaves of each prompt."""
     layout = lay_out(spec, rig.store, group_bytes=1 << 15)
     plan = MemoryPlan(2, 2, 256, 0, 0)
-    model = StreamedModel(spec, rig.store, layout, plan, HostQueues(), quantize_from=1 << 30)
+    model = StreamedModel(spec, rig.store, layout, plan, HostQueues())
     rig.model = GatedModel(model)  # type: ignore[arg-type]
     return [_ask(rig, prompt) for prompt in PROMPTS]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.model.linear import Matrix, Scratch, round_to_bf16
+from headwater.model.linear import Matrix, Scratch, round_activations
 
 SHAPES = [(1, 1), (128, 128), (129, 257), (300, 130), (3, 2, 200, 72), (4, 256, 384), (900, 700)]
 
@@ -26,7 +26,7 @@ def _fp8(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
 def test_fp8_product(shape: tuple[int, ...], num_tokens: int) -> None:
     torch.manual_seed(len(shape) + num_tokens)
     weight, scale, exact = _fp8(shape)
-    x = round_to_bf16(torch.randn(num_tokens, shape[-1]))
+    x = round_activations(torch.randn(num_tokens, shape[-1]))
     ours = Matrix(weight, scale, Scratch()).matmul(x)
     torch.testing.assert_close(ours, x @ exact.t(), rtol=1e-5, atol=1e-5)
 
@@ -36,7 +36,7 @@ def test_fp8_product(shape: tuple[int, ...], num_tokens: int) -> None:
 def test_unquantised_product(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(len(shape))
     weight = torch.randn(shape).to(dtype)
-    x = round_to_bf16(torch.randn(3, shape[-1]))
+    x = round_activations(torch.randn(3, shape[-1]))
     ours = Matrix(weight, None, Scratch()).matmul(x)
     exact = x @ weight.float().view(-1, shape[-1]).t()
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-4)
@@ -62,7 +62,7 @@ def test_int4_product(shape: tuple[int, ...], has_zeros: bool, scale_type: torch
     offset = 8 if zeros is None else zeros.int().repeat_interleave(32, -1)
     exact = (codes.int() - offset) * scale.float().repeat_interleave(32, -1)
     matrix = Matrix(codes[..., 0::2] + 16 * codes[..., 1::2], scale, Scratch(), zeros)
-    x = round_to_bf16(torch.randn(3, columns))
+    x = round_activations(torch.randn(3, columns))
     torch.testing.assert_close(
         matrix.matmul(x), x @ exact.view(-1, columns).t(), rtol=1e-5, atol=1e-3
     )
@@ -95,6 +95,6 @@ def test_matrices_share_a_scratch_of_the_largest_size() -> None:
     small = Matrix(torch.randn(4, 8).bfloat16(), None, scratch)
     # 128 rows of these exceed the scratch that all models start with.
     large = torch.randn(130, 5000).bfloat16()
-    x = round_to_bf16(torch.randn(2, 5000))
+    x = round_activations(torch.randn(2, 5000))
     torch.testing.assert_close(Matrix(large, None, scratch).matmul(x), x @ large.float().t())
     assert small.matmul(torch.zeros(1, 8)).count_nonzero() == 0

@@ -88,12 +88,19 @@ def test_steps(deepseek: Footprint) -> None:
     assert rate <= 1 / max(one.cpu_seconds, one.gpu_seconds)
 
 
-def test_activations_are_rounded_when_bf16_would_hold_up_the_link(deepseek: Footprint) -> None:
-    at = quantize_from(deepseek, MACHINE)
+def test_activations_are_rounded_when_fp16_would_hold_up_the_link(deepseek: Footprint) -> None:
+    (gpu, *_) = MACHINE.gpus
+    fast = dataclasses.replace(gpu, fp8_tflop_per_s=8 * gpu.bf16_tflop_per_s)
+    machine = dataclasses.replace(MACHINE, gpus=(fast,))
+    at = quantize_from(deepseek, machine)
     before, after = (
-        prompt_time(deepseek, MACHINE, tokens, sweep_tokens=1 << 20, quantize_from=1 << 62)
-        for tokens in (at - 1, at)
+        prompt_time(deepseek, machine, tokens, sweep_tokens=1 << 20) for tokens in (at - 1, at)
     )
+    longer = prompt_time(deepseek, machine, 2 * at, sweep_tokens=1 << 20)
+    quantized = prompt_time(deepseek, machine, 2 * at, sweep_tokens=1 << 20, quantize_from=at)
+    assert quantized.seconds < longer.seconds
+    slow = dataclasses.replace(gpu, fp8_tflop_per_s=gpu.bf16_tflop_per_s)
+    assert quantize_from(deepseek, dataclasses.replace(MACHINE, gpus=(slow,))) == 0
     assert before.compute_seconds <= before.transfer_seconds
     assert after.compute_seconds > after.transfer_seconds
 

@@ -109,8 +109,8 @@ def _print(found: dict[str, Any]) -> None:
             ],
         )
         print(f"two streams at once: {way['two_streams_per_s']:.1f} tokens/s")
-        if way["gpus"]:
-            print(f"gpu.quantize_from = {way['quantize_from']} would lose no time to BF16")
+        if way["quantize_from"]:
+            print(f"gpu.quantize_from = {way['quantize_from']} would shorten longer prompts")
     print(
         f"\nsteps at {found['context']} tokens of context; a plan is arithmetic, not a measurement"
     )

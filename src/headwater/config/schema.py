@@ -158,9 +158,9 @@ class GpuConfig:
         high=1_048_576,
     )
     quantize_from: int = setting(
-        32768,
-        "passes of so many tokens round activations that meet FP8 experts to FP8: they take longer "
-        "to compute than to stream; shorter ones keep BF16",
+        0,
+        "passes of at least so many tokens round activations that meet FP8 experts to FP8, which "
+        "loses some 3 % and helps cards that multiply FP8 much faster than FP16; 0: none does",
         low=0,
         high=2**31,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwater.gpu import precision
 from headwater.gpu.memory_plan import SLICE_TOKENS, heads_at_once
-from headwater.gpu.precision import for_attention, rounded
+from headwater.gpu.precision import for_attention, for_cache, rounded
 from headwater.gpu.softmax_attention import attend
 from headwater.model.layer_spec import GqaSpec, MlaSpec
 
@@ -63,7 +63,7 @@ def add_attention(
 
 
 def normalised(hidden: Tensor, weights: DenseWeights, name: str) -> Tensor:
-    """norm(hidden) in BF16 [T, hidden]."""
+    """norm(hidden) in FP16 [T, hidden]."""
     out = torch.empty_like(hidden, dtype=precision.ROUNDED)
     for first in range(0, hidden.shape[0], SLICE_TOKENS):
         stop = first + SLICE_TOKENS
@@ -72,7 +72,7 @@ def normalised(hidden: Tensor, weights: DenseWeights, name: str) -> Tensor:
 
 
 def _mla(spec: MlaSpec, x: Tensor, weights: DenseWeights, context: Context) -> Tensor:
-    """BF16 [n, hidden] -> BF16 [n, heads * v]."""
+    """FP16 [n, hidden] -> FP16 [n, heads * v]."""
     positions = context.positions
     cos, sin = positions.angles(spec.rope)
     rotate = positions.table(spec.rope).rotate
@@ -87,7 +87,7 @@ def _mla(spec: MlaSpec, x: Tensor, weights: DenseWeights, context: Context) -> T
     )
     k_rope = rotate(k_rope[:, None], cos, sin)[:, 0]
     latent = weights.norm("attention.kv_a_norm", latent)
-    entries = rounded(torch.cat((latent, k_rope), dim=-1))
+    entries = for_cache(torch.cat((latent, k_rope), dim=-1))
     context.export.begin(entries)
     entries = context.gather(entries)
 
@@ -97,6 +97,7 @@ def _mla(spec: MlaSpec, x: Tensor, weights: DenseWeights, context: Context) -> T
     for span, parts in context.portion.parts:
         keys = _with_cached(entries, span, context)
         latents, k_rope = keys.split([spec.kv_lora_rank, spec.rope_dim], dim=-1)
+        latents = rounded(latents)
         step = heads_at_once(spec.num_heads, span.num_tokens, q_size)
         for head in range(0, spec.num_heads if parts else 0, step):
             stop = min(head + step, spec.num_heads)
@@ -116,7 +117,7 @@ def _mla(spec: MlaSpec, x: Tensor, weights: DenseWeights, context: Context) -> T
 
 
 def _gqa(spec: GqaSpec, x: Tensor, weights: DenseWeights, context: Context) -> Tensor:
-    """BF16 [n, hidden] -> BF16 [n, heads * head_dim]."""
+    """FP16 [n, hidden] -> FP16 [n, heads * head_dim]."""
     positions = context.positions
     cos, sin = positions.angles(spec.rope)
     rotate = positions.table(spec.rope).rotate
@@ -129,7 +130,7 @@ def _gqa(spec: GqaSpec, x: Tensor, weights: DenseWeights, context: Context) -> T
         q = weights.norm("attention.q_norm", q)
         k = weights.norm("attention.k_norm", k)
     q, k = for_attention(rotate(q, cos, sin)), rotate(k, cos, sin)
-    entries = rounded(torch.stack((k, v), dim=1))
+    entries = for_cache(torch.stack((k, v), dim=1))
     context.export.begin(entries)
     entries = context.gather(entries)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headwater.gpu.precision import for_cache, rounded
 from headwater.gpu.resident import ResidentMatrix
 from headwater.model.layer_spec import GqaSpec, MlaSpec
 from headwater.model.rope import RotaryTable, rope_frequencies
@@ -55,7 +56,7 @@ class MlaDecode:
         self._o = weights.matrix("o")
 
     def __call__(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
-        """BF16 [T, hidden] -> FP32 [pieces, T, hidden], to be added up.
+        """FP16 [T, hidden] -> FP32 [pieces, T, hidden], to be added up.
 
         `cache`, BF16 [T, context, rank + rope], gets the new entries at int64 `positions` [T], all
         below `bound`.
@@ -65,10 +66,10 @@ class MlaDecode:
         spec, rank = self._spec, self._spec.kv_lora_rank
         inputs = self._inputs.product(x)
         low, latent, k_rope = inputs.split([spec.q_lora_rank or 0, rank, spec.rope_dim], dim=-1)
-        compressed = x if self._q_a_norm is None else self._q_a_norm(low).bfloat16()
+        compressed = x if self._q_a_norm is None else rounded(self._q_a_norm(low))
         q = self._q.product(compressed).view(x.shape[0], spec.num_heads, -1)
         k_rope = self._angles.rotate(k_rope[:, None], positions)[:, 0]
-        entries = torch.cat((self._kv_a_norm(latent), k_rope), dim=-1).bfloat16()
+        entries = for_cache(torch.cat((self._kv_a_norm(latent), k_rope), dim=-1))
         cache[torch.arange(x.shape[0]), positions] = entries
 
         absorbed = torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), self._keys.float())
@@ -78,7 +79,7 @@ class MlaDecode:
         shares = _softmax(torch.bmm(queries, seen.transpose(1, 2)), positions)
         latents = torch.bmm(shares, seen[..., :rank]).transpose(0, 1)
         out = torch.bmm(latents, self._values.float()).transpose(0, 1)
-        return self._o.pieces(out.flatten(1).bfloat16())
+        return self._o.pieces(rounded(out.flatten(1)))
 
     def _fused(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
         """The same in few kernels."""
@@ -123,7 +124,7 @@ class GqaDecode:
         if self._norms is not None:
             q, k = self._norms[0](q), self._norms[1](k)
         q, k = self._angles.rotate(q, positions), self._angles.rotate(k, positions)
-        cache[torch.arange(count), positions] = torch.stack((k, v), dim=1).bfloat16()
+        cache[torch.arange(count), positions] = for_cache(torch.stack((k, v), dim=1))
 
         seen = cache[:, :bound].float().permute(0, 2, 3, 1, 4)
         keys, values = (seen[:, i].reshape(-1, bound, spec.head_dim) for i in (0, 1))
@@ -131,7 +132,7 @@ class GqaDecode:
         scores = torch.bmm(queries, keys.transpose(1, 2)).view(count, -1, bound)
         shares = _softmax(scores, positions)
         out = torch.bmm(shares.view(*queries.shape[:2], -1), values)
-        return self._o.pieces(out.view(count, -1).bfloat16())
+        return self._o.pieces(rounded(out.view(count, -1)))
 
     def _fused(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
         """The same in few kernels."""
@@ -142,7 +143,7 @@ class GqaDecode:
         angles = self._angles.cos, self._angles.sin
         pieces = self._inputs.pieces(x)
         queries = gqa_inputs(spec, pieces, self._norms, angles, positions, cache)
-        out = torch.empty(x.shape[0], spec.num_heads * dim, dtype=torch.bfloat16, device=x.device)
+        out = torch.empty(x.shape[0], spec.num_heads * dim, dtype=x.dtype, device=x.device)
         attend(
             queries, cache, positions, CacheShape(kv_heads, dim, 0, dim, kv_heads * dim), bound, out
         )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from headwater.gpu.precision import rounded
+
 if TYPE_CHECKING:
     from headwater.gpu.resident import Norm, ResidentMatrix
 
@@ -72,5 +74,5 @@ class DecodeHead:
         return self._logits[:count]
 
     def _compute(self, count: int) -> None:
-        found = self._matrix.product(self._norm(self._hidden[:count]).bfloat16())
+        found = self._matrix.product(rounded(self._norm(self._hidden[:count])))
         self._logits[:count].copy_(found, non_blocking=True)

@@ -51,8 +51,8 @@ def resident_bytes(spec: ModelSpec, stored: Iterable[tuple[str, int, int]]) -> i
     """Device memory of everything but routed experts and a looked-up embedding.
 
     `stored` are names, elements and bytes per element as they lie in host memory. E4M3 stays as it
-    is; what has four bits becomes BF16, two values from each byte; scales and norms are FP32. The
-    matrix kv_b of MLA is kept in BF16, as keys and as values.
+    is; what has four bits becomes FP16, two values from each byte; scales and norms are FP32. The
+    matrix kv_b of MLA is kept in FP16, as keys and as values.
     """
     total = 0
     for name, count, item_bytes in stored:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.gpu.host_ranges import HostRange, page_range
+from headwater.gpu.memory_plan import GROUP_BYTES
 from headwater.gpu.ring import aligned
 from headwater.gpu.streamer import StreamItem
 from headwater.model.layer_spec import MoeFfnSpec
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from headwater.model.spec import ModelSpec
 
 DENSE_RING, EXPERT_RING = 0, 1
-
-# A copy of this size runs at the link's full rate, and a ring of a layer still has many slots.
-GROUP_BYTES = 256 << 20
 
 _EXPERTS = "experts."
 

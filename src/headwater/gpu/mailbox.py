@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headwater import _native
 from headwater.errors import InternalError
+from headwater.gpu.precision import rounded
 from headwater.kernels.stored import stored_matrix
 from headwater.model.gate import choose_experts
 
@@ -45,7 +46,7 @@ def add_and_norm(
 ) -> tuple[Tensor | None, Tensor | None]:
     """FP32 hidden [T, hidden] += what is pending, for which it waits.
 
-    Gives its norm in FP32, if it is kept, and in BF16; nothing without a norm.
+    Gives its norm in FP32, if it is kept, and in FP16; nothing without a norm.
     """
     if hidden.is_cuda:
         from headwater.gpu.kernels.handover import add_and_norm as on_gpu
@@ -60,7 +61,7 @@ def add_and_norm(
     if norm is None:
         return None, None
     normal = norm(hidden)
-    return normal, normal.bfloat16()
+    return normal, rounded(normal)
 
 
 def ask(

@@ -25,6 +25,8 @@ MAX_ROWS = 16384
 SLICE_TOKENS = 4096
 # Elements of queries, or of keys, of the heads whose attention is computed at once.
 HEADS_ELEMENTS = 1 << 26
+# A copy of this size runs at the link's full rate, and a ring of a layer still has many slots.
+GROUP_BYTES = 256 << 20
 # What CUDA, libraries and the allocator's gaps take.
 RESERVE_BYTES = 1 << 30
 _LEAST_TOKENS = 128
@@ -32,6 +34,8 @@ _LEAST_SLOTS = 2
 # Layers of experts in a ring that does not hold them all.
 _MOST_LAYERS = 3
 _GIB = 2**30
+# Of a weight, without its share of a scale.
+_STORED_BITS = {"none": 16, "fp8": 8, "int4": 4, "mxfp4": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ def token_bytes(spec: ModelSpec, world_size: int = 1) -> int:
 
 def fixed_bytes(spec: ModelSpec) -> int:
     """Device memory that does not depend on the prompt."""
-    return RESERVE_BYTES + max(_layer_fixed_bytes(spec.hidden_size, la) for la in spec.layers)
+    layers = max(_layer_fixed_bytes(spec.hidden_size, layer) for layer in spec.layers)
+    return RESERVE_BYTES + layers + max(_expanded_bytes(spec, layer) for layer in spec.layers)
 
 
 def plan_memory(
@@ -153,7 +158,7 @@ def _layer_token_bytes(hidden: int, layer: LayerSpec) -> int:
     choices = 0
     if isinstance(layer.ffn, MoeFfnSpec):
         choices = 24 * layer.ffn.experts_per_token + 8 * layer.ffn.num_experts
-    # The residual stream; normalised in BF16, and again in E4M3 with scales.
+    # The residual stream; normalised in FP16, and again in E4M3 with scales.
     return 4 * hidden + 2 * hidden + 2 * hidden + kept + choices
 
 
@@ -169,8 +174,18 @@ def _layer_fixed_bytes(hidden: int, layer: LayerSpec) -> int:
         widest = max(widest, ffn.shared_intermediate_size)
     else:
         widest = max(widest, ffn.intermediate_size)
-    # A dense weight in BF16 with the FP32 values it is rounded from; a slice of tokens before and
-    # after it; queries, keys, values and outputs of some heads, with what they are made from.
+    # Dense weights in FP16, two at once; a slice of tokens before and after them; queries, keys,
+    # values and outputs of some heads, with what they are made from.
     return (
         4 * hidden * widest + 6 * SLICE_TOKENS * (hidden + 3 * widest) + 10 * HEADS_ELEMENTS + rows
     )
+
+
+def _expanded_bytes(spec: ModelSpec, layer: LayerSpec) -> int:
+    """A group of routed experts in FP16; see layout.py for how large a group is as it is stored."""
+    if not isinstance(layer.ffn, MoeFfnSpec):
+        return 0
+    ffn, stored_bits = layer.ffn, _STORED_BITS[spec.quant.kind]
+    one = 3 * spec.hidden_size * ffn.intermediate_size
+    count = max(1, min(ffn.num_experts, GROUP_BYTES * 8 // (one * stored_bits)))
+    return 2 * one * count

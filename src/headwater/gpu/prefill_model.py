@@ -20,6 +20,7 @@ from headwater.gpu.layout import DENSE_RING, EXPERT_RING, ModelLayout, expert_ra
 from headwater.gpu.memory_plan import SLICE_TOKENS, MemoryPlan
 from headwater.gpu.portion import Portion, portion_of
 from headwater.gpu.positions import Positions
+from headwater.gpu.precision import rounded
 from headwater.gpu.ring import Ring, ring_memory
 from headwater.gpu.routed_experts import add_routed_experts
 from headwater.gpu.routing import gate, route
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 class StreamedModel:
     """A decoder-only model over `weights` on the host; `layout` and `plan` say what goes where.
 
-    Sweeps of `quantize_from` tokens or more round activations that meet FP8 experts to E4M3, which
-    is faster; shorter ones, bound by the link, gain nothing from that and keep BF16.
+    Activations are FP16; sweeps of `quantize_from` tokens or more round those that meet FP8 experts
+    to E4M3, which some cards multiply twice as fast; with 0 none does.
 
     With an `exchange` it is one of several ranks that compute every prompt together, each a stripe
     of its tokens and a run of every layer's experts, which `layout` must have been made for. All
@@ -76,6 +77,7 @@ class StreamedModel:
         self._weights = weights
         self._layout = layout
         self._quantize_from = quantize_from
+        self._is_fp8 = spec.quant.kind == "fp8"
         self._exchange = exchange
         self._embedding = Embedding(weights.tensor("embed"), self.device)
         sizes = [layout.ring_sizes(ring) for ring in (DENSE_RING, EXPERT_RING)]
@@ -126,11 +128,9 @@ class StreamedModel:
         exchange = self._exchange
         if exchange is not None and index == 0:
             hidden = self._embedding.rows(hidden[portion.rows_by_rank[exchange.rank], 0])
-        is_quantized = len(batch.token_ids) >= self._quantize_from
+        is_quantized = self._is_fp8 and 0 < self._quantize_from <= len(batch.token_ids)
         parts = self.streamer.take(layer.dense_key)
-        weights = DenseWeights(
-            view_parts(parts, layer.dense_views), self.spec.norm_eps, is_exact=not is_quantized
-        )
+        weights = DenseWeights(view_parts(parts, layer.dense_views), self.spec.norm_eps)
         context = Context(index, portion, positions, pages, self._export, self._gathered)
         add_attention(spec.attention, hidden, weights, context)
         if isinstance(spec.ffn, MoeFfnSpec):
@@ -168,9 +168,9 @@ class StreamedModel:
         name = "embed" if self.spec.is_embedding_tied else "lm_head"
         names = [name, f"{name}.scale", f"{name}.zero", "final_norm"]
         tensors = {n: self._weights.tensor(n).to(self.device) for n in names if n in self._weights}
-        head = DenseWeights(tensors, self.spec.norm_eps, is_exact=True)
+        head = DenseWeights(tensors, self.spec.norm_eps)
         hidden = hidden.to(self.device)
-        return head.matrix(name).product(head.norm("final_norm", hidden).bfloat16())
+        return head.matrix(name).product(rounded(head.norm("final_norm", hidden)))
 
     def _add_routed(
         self,
@@ -199,7 +199,8 @@ class StreamedModel:
             target = torch.zeros(x.shape, device=self.device)
         rank, world_size = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
         owned = expert_range(spec.num_experts, rank, world_size)
-        routing = route(experts, shares, owned, [group.count for group in layer.groups])
+        sizes = [group.count for group in layer.groups]
+        routing = route(experts, shares, owned, sizes, is_quantized=is_quantized)
         add_routed_experts(target, x, layer, routing, self.streamer, is_quantized=is_quantized)
         if exchange is not None:
             assert self._portion is not None

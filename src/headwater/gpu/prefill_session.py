@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Sweeps this long take longer to compute in BF16 than to stream; see StreamedModel.
-QUANTIZE_FROM = 1 << 15
 _GIB = 2**30
 
 
@@ -50,7 +48,7 @@ class PrefillSession:
         gpu: Gpu,
         *,
         wanted_tokens: int,
-        quantize_from: int = QUANTIZE_FROM,
+        quantize_from: int = 0,
         exchange: Exchange | None = None,
     ) -> None:
         rank, world_size = (0, 1) if exchange is None else (exchange.rank, exchange.world_size)
@@ -66,6 +64,8 @@ class PrefillSession:
             others=() if whole is None else (whole,),
         )
         is_cuda = gpu.device.type == "cuda"
+        if not gpu.has_fp8:
+            quantize_from = 0
         if is_cuda:
             torch.cuda.set_device(gpu.device)
         # A CPU copies from memory as it is.
@@ -89,7 +89,7 @@ class PrefillSession:
                 self.plan,
                 queues,
                 ranges=self.ranges if is_cuda else None,
-                quantize_from=quantize_from if gpu.has_fp8 else 2**62,
+                quantize_from=quantize_from,
                 exchange=exchange if each is layout else None,
                 memory=memory,
             )
@@ -103,7 +103,7 @@ class PrefillSession:
             }
             for count in choices:
                 groups = [group for layer in layout.layers for group in layer.groups]
-                warm_up(groups, spec.hidden_size, count, gpu.device, is_quantized=gpu.has_fp8)
+                warm_up(groups, spec.hidden_size, count, gpu.device, is_quantized=quantize_from > 0)
             rest(0.0)
             _reserve(self.plan.activation_bytes - RESERVE_BYTES, gpu.device)
             self.ranges.start()

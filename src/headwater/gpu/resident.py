@@ -1,7 +1,7 @@
 """Weights that stay on the device for decoding, and their products with a few tokens.
 
 Owns the form they stay in: E4M3 with its scales, read as it is by a kernel of its own; everything
-else becomes BF16 once.
+else becomes FP16 once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headwater.gpu.dense import DenseWeights
+from headwater.gpu.dense import DenseMatrix, DenseWeights
 from headwater.gpu.kernels.experts import FP8_BLOCK
+from headwater.gpu.precision import ACTIVATED_SCALE, activated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,47 +25,47 @@ _SUFFIXES = ("", ".scale", ".zero")
 
 
 class ResidentMatrix:
-    """A linear weight [N, K]."""
+    """A linear weight [N, K], times `factor`, a power of two."""
 
-    def __init__(self, tensors: dict[str, Tensor], name: str) -> None:
-        self._values, self._scales = tensors[name], tensors.get(f"{name}.scale")
-        self._is_fp8 = self._values.dtype == torch.float8_e4m3fn and self._values.is_cuda
-        if not self._is_fp8:
-            self._dense = DenseWeights(tensors, 0.0, is_exact=False).matrix(name)
+    def __init__(self, tensors: dict[str, Tensor], name: str, factor: float = 1.0) -> None:
+        values = tensors[name]
+        self._fp8: tuple[Tensor, Tensor] | None = None
+        if values.dtype == torch.float8_e4m3fn and values.is_cuda:
+            self._fp8 = values, tensors[f"{name}.scale"] * factor
+        else:
+            dense = DenseWeights(tensors, 0.0).matrix(name)
+            self._dense = dense if factor == 1 else DenseMatrix(dense.values * factor)
 
     @classmethod
     def joined(cls, matrices: Sequence[ResidentMatrix]) -> ResidentMatrix:
         """One matrix of the rows of several; E4M3 stays so where scale blocks line up."""
-        values = [matrix._values for matrix in matrices]
-        scales = [matrix._scales for matrix in matrices]
-        is_fp8 = all(matrix._is_fp8 for matrix in matrices)
-        if is_fp8 and all(v.shape[0] % FP8_BLOCK == 0 for v in values[:-1]):
-            found = [scale for scale in scales if scale is not None]
-            bytes_of = torch.cat([v.view(torch.uint8) for v in values])
-            return cls({"it": bytes_of.view(values[0].dtype), "it.scale": torch.cat(found)}, "it")
+        parts = [matrix._fp8 for matrix in matrices if matrix._fp8 is not None]
+        is_fp8 = len(parts) == len(matrices)
+        if is_fp8 and all(values.shape[0] % FP8_BLOCK == 0 for values, _ in parts[:-1]):
+            joined = torch.cat([values.view(torch.uint8) for values, _ in parts])
+            scales = torch.cat([scale for _, scale in parts])
+            return cls({"it": joined.view(torch.float8_e4m3fn), "it.scale": scales}, "it")
         return cls({"it": torch.cat([matrix.whole() for matrix in matrices])}, "it")
 
     def product(self, x: Tensor) -> Tensor:
-        """x, BF16 [T, K], times the transposed matrix: FP32 [T, N]."""
+        """x, FP16 [T, K], times the transposed matrix: FP32 [T, N]."""
         pieces = self.pieces(x)
         return pieces[0] if pieces.shape[0] == 1 else pieces.sum(dim=0)
 
     def pieces(self, x: Tensor) -> Tensor:
         """The same as FP32 [pieces, T, N], to be added up by whoever reads it."""
-        if not self._is_fp8:
+        if self._fp8 is None:
             return self._dense.product(x)[None]
         from headwater.gpu.kernels.few_rows import few_rows_pieces
 
-        assert self._scales is not None
-        return few_rows_pieces(x, self._values, self._scales)
+        return few_rows_pieces(x, *self._fp8)
 
     def whole(self) -> Tensor:
-        """The matrix in BF16 [N, K]."""
-        if not self._is_fp8:
-            return self._dense.high
-        tensors = {"it": self._values, "it.scale": self._scales}
-        found = {name: t for name, t in tensors.items() if t is not None}
-        return DenseWeights(found, 0.0, is_exact=False).matrix("it").high
+        """The matrix in FP16 [N, K]."""
+        if self._fp8 is None:
+            return self._dense.values
+        values, scale = self._fp8
+        return DenseWeights({"it": values, "it.scale": scale}, 0.0).matrix("it").values
 
 
 class ResidentWeights:
@@ -85,8 +86,8 @@ class ResidentWeights:
         """The tensor in FP32."""
         return self._weights.tensor(self._prefix + name).to(self._device).float()
 
-    def matrix(self, name: str) -> ResidentMatrix:
-        """The linear weight `name`."""
+    def matrix(self, name: str, factor: float = 1.0) -> ResidentMatrix:
+        """The linear weight `name`, times `factor`."""
         names = [name + suffix for suffix in _SUFFIXES]
         return ResidentMatrix(
             {
@@ -95,6 +96,7 @@ class ResidentWeights:
                 if self._prefix + n in self._weights
             },
             name,
+            factor,
         )
 
     def norm(self, name: str) -> Norm:
@@ -118,9 +120,9 @@ class GatedNetwork:
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, weights: ResidentWeights) -> None:
-        self._gate, self._up, self._down = (weights.matrix(n) for n in ("gate", "up", "down"))
+        self._gate, self._up = weights.matrix("gate"), weights.matrix("up")
+        self._down = weights.matrix("down", 1 / ACTIVATED_SCALE)
 
     def pieces(self, x: Tensor) -> Tensor:
-        """BF16 [T, hidden] -> FP32 [pieces, T, hidden], to be added up by whoever reads it."""
-        activated = functional.silu(self._gate.product(x)).mul_(self._up.product(x))
-        return self._down.pieces(activated.bfloat16())
+        """FP16 [T, hidden] -> FP32 [pieces, T, hidden], to be added up by whoever reads it."""
+        return self._down.pieces(activated(self._gate.product(x), self._up.product(x)))

@@ -47,7 +47,7 @@ class Routing:
 
 
 def gate(spec: MoeFfnSpec, hidden: Tensor, weights: DenseWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden, FP32 [T, hidden] -> norm(hidden) in BF16, experts int64 and weights FP32 [T, k]."""
+    """hidden, FP32 [T, hidden] -> norm(hidden) in FP16, experts int64 and weights FP32 [T, k]."""
     matrix = weights.floats("gate")
     bias = weights.floats("gate.bias") if spec.gate == "sigmoid_bias_group" else None
     num_tokens, choices = hidden.shape[0], spec.experts_per_token
@@ -68,9 +68,13 @@ def route(
     owned: range,
     group_sizes: Sequence[int],
     *,
+    is_quantized: bool = False,
     max_rows: int = MAX_ROWS,
 ) -> Routing:
-    """Sorts the choices of int64 `experts` [T, k]; those of `owned` come in groups of so many."""
+    """Sorts the choices of int64 `experts` [T, k]; those of `owned` come in groups of so many.
+
+    `is_quantized` says whether their rows will be E4M3, which has tiles of its own.
+    """
     num_tokens, choices = experts.shape
     # Other ranks' experts sort behind all of ours.
     local = experts.flatten() - owned.start
@@ -81,7 +85,7 @@ def route(
     counts = torch.zeros(len(owned) + 1, dtype=torch.int64, device=experts.device)
     counts.scatter_add_(0, local, torch.ones_like(local))
     numbers: list[int] = counts[:-1].tolist()
-    height = tile_rows(sum(numbers) / max(1, len(owned)))
+    height = tile_rows(sum(numbers) / max(1, len(owned)), is_quantized=is_quantized)
     table, pieces = cut_into_tiles(numbers, group_sizes, height, max_rows)
     return Routing(
         index=(order // choices).int(),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from headwater.model.linear import round_to_bf16
+from headwater.model.linear import round_activations
 from headwater.model.source import WeightSource
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, rounded to BF16 for the product that follows; consumes its inputs."""
-    return round_to_bf16(functional.silu(gate).mul_(up))
+    return round_activations(functional.silu(gate).mul_(up))
 
 
 class DenseFfn:
@@ -24,5 +24,5 @@ class DenseFfn:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalised hidden states, FP32 [T, hidden] -> FP32 [T, hidden]."""
-        x = round_to_bf16(x)
+        x = round_activations(x)
         return self._down.matmul(gated(self._gate.matmul(x), self._up.matmul(x)))

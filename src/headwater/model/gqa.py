@@ -9,7 +9,7 @@ from headwater.kv.pages import KvPages
 from headwater.model.attention import causal_chunks, causal_softmax
 from headwater.model.batch import Batch, SequenceSpan
 from headwater.model.layer_spec import GqaSpec
-from headwater.model.linear import round_to_bf16
+from headwater.model.linear import round_activations
 from headwater.model.rope import RotaryTable
 from headwater.model.source import WeightSource
 
@@ -31,7 +31,7 @@ class GqaAttention:
         """Normalised hidden states, FP32 [T, hidden] -> FP32 [T, hidden]; writes the new KV."""
         spec = self._spec
         num_tokens = x.shape[0]
-        x = round_to_bf16(x)
+        x = round_activations(x)
         queries = self._q.matmul(x).view(num_tokens, spec.num_heads, spec.head_dim)
         keys = self._k.matmul(x).view(num_tokens, spec.num_kv_heads, spec.head_dim)
         values = self._v.matmul(x).view(num_tokens, spec.num_kv_heads, spec.head_dim)
@@ -47,7 +47,7 @@ class GqaAttention:
             for span in batch.spans
         ]
         joined = attended[0] if len(attended) == 1 else torch.cat(attended)
-        return self._o.matmul(round_to_bf16(joined))
+        return self._o.matmul(round_activations(joined))
 
     def _attend(self, queries: Tensor, span: SequenceSpan, pages: KvPages) -> Tensor:
         """Scaled queries [n, heads, head_dim] -> [n, heads * head_dim]."""

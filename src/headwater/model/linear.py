@@ -9,6 +9,8 @@ a time into one small scratch that stays in the cache; a weight is never copied 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -22,9 +24,22 @@ _SCRATCH_ELEMENTS = 1 << 19
 _ROW_STEP = 128
 
 
-def round_to_bf16(x: Tensor) -> Tensor:
+_keeps_activations = ContextVar("keeps_activations", default=False)
+
+
+@contextmanager
+def exact_activations() -> Iterator[None]:
+    """Within, nothing is rounded: what that loses is measured against this, and nothing else."""
+    token = _keeps_activations.set(True)
+    try:
+        yield
+    finally:
+        _keeps_activations.reset(token)
+
+
+def round_activations(x: Tensor) -> Tensor:
     """FP32 values rounded to the nearest BF16, still as FP32: what Matrix.matmul expects."""
-    return x.bfloat16().float()
+    return x if _keeps_activations.get() else x.bfloat16().float()
 
 
 class Scratch:

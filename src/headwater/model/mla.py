@@ -14,7 +14,7 @@ from headwater.kv.pages import KvPages
 from headwater.model.attention import causal_chunks, causal_softmax
 from headwater.model.batch import Batch, SequenceSpan
 from headwater.model.layer_spec import MlaSpec
-from headwater.model.linear import round_to_bf16
+from headwater.model.linear import round_activations
 from headwater.model.rope import RotaryTable
 from headwater.model.source import WeightSource
 
@@ -42,10 +42,10 @@ class MlaAttention:
     def __call__(self, x: Tensor, batch: Batch, pages: KvPages) -> Tensor:
         """Normalised hidden states, FP32 [T, hidden] -> FP32 [T, hidden]; writes the new KV."""
         spec = self._spec
-        x = round_to_bf16(x)
+        x = round_activations(x)
         compressed = x
         if self._q_a is not None and self._q_norm is not None:
-            compressed = round_to_bf16(self._q_norm(self._q_a.matmul(x)))
+            compressed = round_activations(self._q_norm(self._q_a.matmul(x)))
         queries = self._q.matmul(compressed).view(x.shape[0], spec.num_heads, -1)
         q_nope, q_rope = torch.split(queries, [spec.nope_dim, spec.rope_dim], dim=-1)
         latent, k_rope = torch.split(
@@ -78,7 +78,7 @@ class MlaAttention:
             first = head * (spec.nope_dim + spec.v_dim) + spec.nope_dim
             value_rows = self._kv_b.expand(first, first + spec.v_dim)
             outputs[:, head] = torch.mm(attended[:, head], value_rows.t())
-        return self._o.matmul(round_to_bf16(outputs.flatten(1)))
+        return self._o.matmul(round_activations(outputs.flatten(1)))
 
     def _attend(self, queries: Tensor, span: SequenceSpan, pages: KvPages) -> Tensor:
         """Scaled queries [n, heads, rank + rope] -> mean latents [n, heads, rank]."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from headwater.model.ffn import DenseFfn, gated
 from headwater.model.gate import Gate
 from headwater.model.layer_spec import MoeFfnSpec
-from headwater.model.linear import round_to_bf16
+from headwater.model.linear import round_activations
 from headwater.model.source import WeightSource
 
 _SHARDED_DIMENSIONS = 5
@@ -42,7 +42,7 @@ class MoeFfn:
     def __call__(self, x: Tensor) -> Tensor:
         """Normalised hidden states, FP32 [T, hidden] -> FP32 [T, hidden]."""
         experts, weights = self._gate(x)
-        rounded = round_to_bf16(x)
+        rounded = round_activations(x)
         run = self._run_all if self._is_dense else self._run_chosen
         out = run(rounded, experts, weights)
         return out if self._shared is None else out.add_(self._shared(rounded))

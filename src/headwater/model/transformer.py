@@ -13,7 +13,7 @@ from headwater.model.batch import Batch
 from headwater.model.ffn import DenseFfn
 from headwater.model.gqa import GqaAttention
 from headwater.model.layer_spec import DenseFfnSpec, GqaSpec, LayerSpec, RopeSpec
-from headwater.model.linear import Scratch, round_to_bf16
+from headwater.model.linear import Scratch, round_activations
 from headwater.model.mla import MlaAttention
 from headwater.model.moe import MoeFfn
 from headwater.model.rope import RotaryTable
@@ -53,7 +53,7 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states after the last layer, FP32 [n, hidden] -> FP32 [n, vocabulary]."""
-        return self._lm_head.matmul(round_to_bf16(self._final_norm(hidden)))
+        return self._lm_head.matmul(round_activations(self._final_norm(hidden)))
 
 
 class _Layer:

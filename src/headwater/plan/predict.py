@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from headwater.plan.footprint import Footprint
     from headwater.plan.machine import Gpu, Machine
 
-# Of large products' rates, on an H200: grouped products in BF16 and with E4M3, and attention.
-_BF16_SHARE, _FP8_SHARE, _ATTENTION_SHARE = 0.31, 0.285, 0.66
+# Of large products' rates, on an H200: grouped products in FP16 and with E4M3, and attention.
+_FP16_SHARE, _FP8_SHARE, _ATTENTION_SHARE = 0.31, 0.285, 0.66
 # Whatever a sweep's layer takes besides: gates, sorting, launches.
 _SWEEP_LAYER_SECONDS = 0.008
 # Copies against computation: what the shorter of both adds to the longer.
@@ -56,7 +56,7 @@ def prompt_time(
     *,
     num_gpus: int = 1,
     sweep_tokens: int = 65536,
-    quantize_from: int = 32768,
+    quantize_from: int = 0,
 ) -> PromptTime:
     """A prompt of `tokens`, in as many sweeps as `sweep_tokens` demand; 0 GPUs: on the CPU."""
     pairs = tokens * (tokens + 1) / 2 * model.pair_flops
@@ -66,7 +66,7 @@ def prompt_time(
         return PromptTime(max(read, compute), read, compute)
     gpu = machine.gpus[0]
     sweeps = -(-tokens // sweep_tokens)
-    is_quantized = min(tokens, sweep_tokens) >= quantize_from
+    is_quantized = 0 < quantize_from <= min(tokens, sweep_tokens)
     link, exchanged = gpu.link_gb_per_s, 0.0
     if num_gpus > 1:
         link *= _JOINT_LINK_SHARE
@@ -113,11 +113,17 @@ def two_streams_per_second(
 
 
 def quantize_from(model: Footprint, machine: Machine) -> int:
-    """Tokens of a sweep from which BF16 takes longer to compute than the weights to arrive."""
+    """Tokens of a sweep from which FP16 takes longer to compute than the weights to arrive.
+
+    0: E4M3 takes no less.
+    """
+    rates = [_products_rate(machine.gpus[0], is_quantized=way) for way in (False, True)]
+    if rates[1] <= rates[0]:
+        return 0
     low, high = 1, 1 << 20
     while low < high:
         middle = (low + high) // 2
-        found = prompt_time(model, machine, middle, sweep_tokens=1 << 20, quantize_from=1 << 62)
+        found = prompt_time(model, machine, middle, sweep_tokens=1 << 20)
         if found.compute_seconds > found.transfer_seconds:
             high = middle
         else:
@@ -129,4 +135,4 @@ def _products_rate(gpu: Gpu, *, is_quantized: bool) -> float:
     """Operations per second with the weights of a sweep."""
     if is_quantized and gpu.fp8_tflop_per_s:
         return _FP8_SHARE * gpu.fp8_tflop_per_s * _TERA
-    return _BF16_SHARE * gpu.bf16_tflop_per_s * _TERA
+    return _FP16_SHARE * gpu.bf16_tflop_per_s * _TERA

@@ -52,7 +52,6 @@ def make_plan(spec: ModelSpec, machine: Machine) -> dict[str, Any]:
     for num_gpus in range(len(machine.gpus) + 1):
         if num_gpus and not sweep_tokens[num_gpus]:
             break
-        threshold = quantize_from(model, machine) if num_gpus else 0
         decode_gpus = min(1, num_gpus) if has_decode else 0
         prompts = [
             {"tokens": tokens}
@@ -63,7 +62,6 @@ def make_plan(spec: ModelSpec, machine: Machine) -> dict[str, Any]:
                     tokens,
                     num_gpus=num_gpus,
                     sweep_tokens=sweep_tokens[num_gpus],
-                    quantize_from=threshold,
                 ),
                 tokens,
             )
@@ -84,7 +82,7 @@ def make_plan(spec: ModelSpec, machine: Machine) -> dict[str, Any]:
                 "two_streams_per_s": two_streams_per_second(
                     model, machine, _CONTEXT, num_gpus=decode_gpus
                 ),
-                "quantize_from": threshold,
+                "quantize_from": quantize_from(model, machine) if num_gpus else 0,
             }
         )
     return {

@@ -7,7 +7,6 @@ comes after a pause, so that its first weights are there; `steady_s` of one that
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import queue
@@ -147,7 +146,7 @@ def _rank(rank: int, task: _Task) -> None:
         seconds = _alone(gpu, sources, task) if rank == 0 else {}
         peers = Peers.meet(task.meeting, rank, task.ranks, "nccl")
         exchange = Exchange(peers)
-        session = _session(gpu, task, exchange)
+        session = _session(find_gpu(rank, task.vram_gib), task, exchange)
         links = []
         for turn in range(task.ranks):
             peers.barrier()
@@ -198,9 +197,6 @@ def _alone(gpu: Any, sources: Sequence[Tensor], task: _Task) -> dict[int, list[f
         seconds[length] = [row[name] for name in _TIMES]
         task.rows.put(row)
     session.close()
-    del session
-    gc.collect()
-    torch.cuda.empty_cache()
     return seconds
 
 

@@ -11,6 +11,7 @@ import triton
 
 from headwater.gpu import kernels
 from headwater.gpu.kernels import grouped, table
+from headwater.gpu.kernels.expansion import expand
 from headwater.gpu.kernels.experts import FP8_BLOCK, ExpertStack, Rows, Tiles, cut_into_tiles
 
 if TYPE_CHECKING:
@@ -24,16 +25,23 @@ def bench_products(
     configs: Iterable[tuple[int, table.TileConfig]],
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each tile (its height and shape), kind of activations and rows per expert."""
+    """A row for each tile (its height and shape), way to multiply and rows per expert."""
     stack = _random_stack(device)
+    expanded = expand(stack)
+    num_bytes = 3 * EXPERTS * HIDDEN * INTERMEDIATE
+    read_and_written = num_bytes * 3 / _seconds(lambda: expand(stack)) / 1e9
+    yield {"way": "expanding", "gb_per_s": read_and_written}
     for height, config in configs:
-        for is_quantized in (False, True):
+        for way, weights in (("W8A16", stack), ("expanded", expanded), ("W8A8", stack)):
             for count in rows_each:
-                figures = _measure(stack, count, height, config, device, is_quantized=is_quantized)
+                is_quantized = way == "W8A8"
+                figures = _measure(
+                    weights, count, height, config, device, is_quantized=is_quantized
+                )
                 yield {
                     "rows": count,
                     "tile": f"{height} x {config.block_n}, {config.warps} warps, {config.stages}",
-                    "activations": "fp8" if is_quantized else "bf16",
+                    "way": way,
                 } | figures
 
 
@@ -67,14 +75,14 @@ def _measure(
     num_rows = EXPERTS * count
     found, _ = cut_into_tiles([count] * EXPERTS, [EXPERTS], height, num_rows + -num_rows % height)
     tiles = Tiles(torch.from_numpy(found).to(device), 0, num_rows, height)
-    x = torch.randn(num_rows, HIDDEN, device=device).bfloat16()
+    x = torch.randn(num_rows, HIDDEN, device=device).half()
     values, scale = kernels.quantize(x) if is_quantized else (x, None)
     rows = Rows(values, scale, torch.randperm(num_rows, device=device).int())
     act = torch.empty(num_rows, INTERMEDIATE, device=device)
     if is_quantized:
         middle = Rows(act.to(torch.float8_e4m3fn), torch.empty(num_rows, 16, device=device))
     else:
-        middle = Rows(act.bfloat16())
+        middle = Rows(act.half())
     out = torch.empty(num_rows, HIDDEN, device=device)
     flops = 2.0 * num_rows * HIDDEN * INTERMEDIATE
     figures: dict[str, Any] = {}

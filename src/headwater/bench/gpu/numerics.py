@@ -1,7 +1,7 @@
 """How far apart results are at DeepSeek-V3's sizes: by what a recipe rounds, and by the kernels.
 
 Owns the comparison in three steps. "recipe" is the error of the rounding itself: the published
-recipe (activations in E4M3, 1 x 128 blocks, or in BF16) carried out in FP64, against FP64 without
+recipe (activations in E4M3, 1 x 128 blocks, or in FP16) carried out in FP64, against FP64 without
 any rounding. "kernel" is what the kernel adds: its result against the same recipe in FP64. "layer"
 holds whole layers of the streamed model against the CPU's reference, each from the reference's own
 input.
@@ -60,7 +60,7 @@ def expert_row(
     x = torch.randn(tokens, HIDDEN, generator=generator)
     if kind == "outliers":
         x[:, torch.randperm(HIDDEN, generator=generator)[: HIDDEN // 500]] *= 30
-    x = x.bfloat16()
+    x = x.half()
     parts = _expert(generator)
     stack = ExpertStack.of({name: part.to(device) for name, part in parts.items()})
     gate, up = (_whole(parts, "gate_up", (0, i), device) for i in (0, 1))
@@ -98,7 +98,7 @@ def layer_rows(device: torch.device, tokens: int, layers: int = 4) -> Iterator[d
             lay_out(spec, weights),
             MemoryPlan(2, 3, tokens, 0, 0),
             queues_on(device),
-            quantize_from=0 if is_quantized else 1 << 62,
+            quantize_from=int(is_quantized),
         )
         model.embed(batch.token_ids)
         for index in range(spec.num_layers):
@@ -141,7 +141,7 @@ def _whole(
 def _network(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, is_quantized: bool | None = None
 ) -> Tensor:
-    """FP64 of FP64 x; rounds to E4M3 or to BF16 what the recipe rounds, with None nothing."""
+    """FP64 of FP64 x; rounds to E4M3 or to FP16 what the recipe rounds, with None nothing."""
     rounded = _rounded(x, is_quantized=is_quantized)
     activated = functional.silu(rounded @ gate.t()) * (rounded @ up.t())
     return _rounded(activated, is_quantized=is_quantized) @ down.t()
@@ -151,13 +151,13 @@ def _rounded(x: Tensor, *, is_quantized: bool | None) -> Tensor:
     if is_quantized is None:
         return x
     if not is_quantized:
-        return x.bfloat16().double()
+        return x.half().double()
     values, scale = reference.quantize(x)
     return values.double() * scale.double().repeat_interleave(FP8_BLOCK, dim=1)
 
 
 def _by_kernel(x: Tensor, stack: ExpertStack, *, is_quantized: bool) -> Tensor:
-    """What the product's kernels give for BF16 x: FP32 [T, hidden]."""
+    """What the product's kernels give for FP16 x: FP32 [T, hidden]."""
     count = len(x)
     table, _ = cut_into_tiles([count], [1], _TILE_ROWS, count + -count % _TILE_ROWS)
     tiles = Tiles(torch.from_numpy(table).to(x.device), 0, count, _TILE_ROWS)

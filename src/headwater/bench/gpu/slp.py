@@ -119,7 +119,7 @@ def sweep_row(
         "transfer_floor_s": transfer,
         "compute_floor_s": floor,
         "over_floor": seconds / max(transfer, floor),
-        "activations": "fp8" if length >= quantize_from else "bf16",
+        "activations": "fp8" if 0 < quantize_from <= length else "fp16",
         "peak_gib": torch.cuda.max_memory_reserved(model.device) / 2**30,
     }
 

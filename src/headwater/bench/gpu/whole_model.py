@@ -1,13 +1,15 @@
 """How far whole models are apart after a prompt of text: a sweep's recipes, and the CPU's kernels.
 
-Owns the comparison with the CPU's reference (headwater.model.transformer), on the same weights. The
-CPU's own kernels, of this machine's instruction set and of another one, tell how far apart results
-are that differ in nothing but the order of FP32 sums: activations are rounded to BF16 before each
-product, and one that lies near the middle falls the other way, layer after layer.
+Owns the comparison with the reference (headwater.model.transformer) on the same weights: with
+nothing rounded but the cache, which is the truth here; and, as `from_reference`, with activations
+rounded to BF16 before each product, as on CPUs. The CPU's own kernels, of this machine's
+instruction set and of another one, tell how far apart results are that differ in nothing but the
+order of FP32 sums: an activation that lies near the middle falls the other way, layer after layer.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -26,6 +28,7 @@ from headwater.kernels.model import NativeTransformer
 from headwater.kv.layout import KvLayout
 from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
+from headwater.model.linear import exact_activations
 from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
 from headwater.weights.loader import load_weights
@@ -37,7 +40,6 @@ if TYPE_CHECKING:
     from headwater.model.source import Weights
 
 BLOCK_TOKENS = 16
-_NEVER = 1 << 62
 Found = tuple[Tensor, Tensor]
 """Hidden states after the last layer [T, hidden], and all entries of the cache."""
 
@@ -45,19 +47,25 @@ Found = tuple[Tensor, Tensor]
 def bench_whole_model(
     folder: Path, prompts: Sequence[Sequence[int]], device: torch.device, other_isa: str
 ) -> Iterator[dict[str, Any]]:
-    """A row per prompt and way to compute it, against the reference."""
+    """A row per prompt and way to compute it, against the reference without rounding."""
     spec = ModelSpec.load(folder)
     store = load_weights(folder, spec.tensors(), shm_prefix=f"hwbench-{os.getpid()}")
     try:
         with torch.inference_mode():
             reference = Transformer(spec, store)
-            expected = [_compute(reference, prompt) for prompt in prompts]
-            likely = [reference.logits(hidden).log_softmax(dim=-1) for hidden, _ in expected]
-            for name, found in _ways(spec, store, folder, prompts, device, other_isa):
-                for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-                    scores = reference.logits(ours[0]).log_softmax(dim=-1)
+            rounded = [_compute(reference, prompt) for prompt in prompts]
+            with exact_activations():
+                exact = [_compute(reference, prompt) for prompt in prompts]
+                likely = [_scores(reference, hidden) for hidden, _ in exact]
+            ways = _ways(spec, store, folder, prompts, device, other_isa)
+            for name, found in itertools.chain([("CPU reference", rounded)], ways):
+                for number, ours in enumerate(found):
+                    with exact_activations():
+                        scores = _scores(reference, ours[0])
                     row = {"what": name, "prompt": number, "tokens": len(prompts[number])}
-                    yield row | _apart(ours, theirs) | _scores_apart(scores, likely[number])
+                    row |= _apart(ours, exact[number]) | _scores_apart(scores, likely[number])
+                    between = _apart(ours, rounded[number])
+                    yield row | {f"{key}_from_reference": between[key] for key in between}
     finally:
         store.segment.unlink()
         store.close()
@@ -76,7 +84,7 @@ def _ways(
     yield f"CPU kernels, {isa()}", [_compute(native, prompt) for prompt in prompts]
     yield f"CPU kernels, {other_isa}", _in_another_process(folder, prompts, other_isa)
     layout = lay_out(spec, weights)
-    recipes = [("W8A16", _NEVER), ("W8A8", 0)] if spec.quant.kind == "fp8" else [("BF16", _NEVER)]
+    recipes = [("W8A16", 0), ("W8A8", 1)] if spec.quant.kind == "fp8" else [("FP16", 0)]
     for name, quantize_from in recipes:
         plan = MemoryPlan(spec.num_layers, spec.num_layers, max(map(len, prompts)), 0, 0)
         model = StreamedModel(
@@ -127,6 +135,10 @@ def _compute_all(folder: Path, prompts: Sequence[Sequence[int]], target: Path) -
     finally:
         store.segment.unlink()
         store.close()
+
+
+def _scores(reference: Transformer, hidden: Tensor) -> Tensor:
+    return reference.logits(hidden).log_softmax(dim=-1)
 
 
 def _apart(ours: Found, theirs: Found) -> dict[str, float]:

@@ -31,6 +31,15 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return reference.quantize(x)
 
 
+def expand(stack: ExpertStack) -> ExpertStack:
+    """The experts in FP16; see reference.expand."""
+    if stack.gate_up.values.is_cuda:
+        from headwater.gpu.kernels.expansion import expand as on_gpu
+
+        return on_gpu(stack)
+    return reference.expand(stack)
+
+
 def gate_up(x: Rows, stack: ExpertStack, tiles: Tiles, out: Rows) -> None:
     """silu(x * gate^T) * (x * up^T) of the tiles' rows; see reference.gate_up."""
     if x.values.is_cuda:

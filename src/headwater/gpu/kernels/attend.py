@@ -237,7 +237,7 @@ def attend(
             shape.rope_dim,
             shape.value_dim,
             shape.value_offset,
-            product_type(is_quantized=False),
+            product_type(cache.dtype),
             not is_wide,
             head_block,
             max(16, triton.next_power_of_2(shape.key_dim)),

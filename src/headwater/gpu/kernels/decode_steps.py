@@ -2,7 +2,7 @@
 
 Owns the fusions: a captured step is bound by the number of its kernels, each of which costs about
 as much as reading ten megabytes. What they compute is what decode_attention.py says in torch, which
-CPUs run. Where the CPU's kernels multiply FP32, here are two products of BF16 (pieces.in_two).
+CPUs run. Where the CPU's kernels multiply FP32, here are two products of FP16 (pieces.in_two).
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headwater.gpu.kernels.grouped import product_type
 from headwater.gpu.kernels.pieces import in_two, rms_norm, sum_of_pieces
+from headwater.gpu.precision import ROUNDED
 
 if TYPE_CHECKING:
     from headwater.gpu.resident import Norm
@@ -242,13 +243,13 @@ def mla_inputs(
     cache: Tensor,
     eps: float,
 ) -> Tensor:
-    """From pieces of x times q_a and kv_a: compressed queries, BF16; the entry goes to the cache.
+    """From pieces of x times q_a and kv_a: compressed queries, FP16; the entry goes to the cache.
 
     `partial` is [pieces, T, q rank + rank + rope], `cache` [T, context, rank + rope].
     """
     pieces, num_tokens, _ = partial.shape
     q_rank = spec.q_lora_rank or 0
-    compressed = torch.empty(num_tokens, q_rank, dtype=torch.bfloat16, device=partial.device)
+    compressed = torch.empty(num_tokens, q_rank, dtype=ROUNDED, device=partial.device)
     _mla_inputs[(num_tokens,)](
         partial,
         norms[0],
@@ -283,7 +284,7 @@ def mla_queries(
 ) -> Tensor:
     """From pieces of queries [pieces, T, heads * (nope + rope)]: BF16 [T, heads, rank + rope].
 
-    `keys` is BF16 [heads, nope, rank]; queries are rotated, and scaled for the softmax.
+    `keys` is FP16 [heads, nope, rank]; queries are rotated, and scaled for the softmax.
     """
     pieces, num_tokens, _ = partial.shape
     rank = spec.kv_lora_rank
@@ -311,7 +312,7 @@ def mla_queries(
         spec.rope_dim,
         pieces,
         spec.rope.is_interleaved,
-        product_type(is_quantized=False),
+        product_type(keys.dtype),
         _TOKENS,
         max(16, triton.next_power_of_2(spec.nope_dim)),
         rank_block,
@@ -322,10 +323,10 @@ def mla_queries(
 
 
 def mla_values(spec: MlaSpec, latents: Tensor, values: Tensor) -> Tensor:
-    """FP32 latents [T, heads, rank], BF16 values [heads, rank, v] -> BF16 [T, heads * v]."""
+    """FP32 latents [T, heads, rank], FP16 values [heads, rank, v] -> FP16 [T, heads * v]."""
     num_tokens = latents.shape[0]
     width = spec.num_heads * spec.v_dim
-    out = torch.empty(num_tokens, width, dtype=torch.bfloat16, device=latents.device)
+    out = torch.empty(num_tokens, width, dtype=ROUNDED, device=latents.device)
     block = min(32, max(16, triton.next_power_of_2(spec.v_dim)))
     grid = (spec.num_heads, triton.cdiv(spec.v_dim, block), triton.cdiv(num_tokens, _TOKENS))
     _mla_values[grid](
@@ -336,7 +337,7 @@ def mla_values(spec: MlaSpec, latents: Tensor, values: Tensor) -> Tensor:
         spec.num_heads,
         spec.kv_lora_rank,
         spec.v_dim,
-        product_type(is_quantized=False),
+        product_type(values.dtype),
         _TOKENS,
         min(_COLUMNS, max(16, triton.next_power_of_2(spec.kv_lora_rank))),
         block,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-Format = Literal["bf16", "fp8", "int4", "mxfp4"]
+Format = Literal["fp16", "bf16", "fp8", "int4", "mxfp4"]
 
 FP8_BLOCK = 128
 _UNSHARDED_DIMENSIONS = 4
@@ -44,7 +44,7 @@ class Stack:
         if self.values.dtype == torch.float8_e4m3fn:
             return "fp8"
         if self.values.dtype != torch.uint8:
-            return "bf16"
+            return "fp16" if self.values.dtype == torch.float16 else "bf16"
         assert self.scale is not None
         return "mxfp4" if self.scale.dtype == torch.uint8 else "int4"
 
@@ -94,7 +94,7 @@ class ExpertStack:
 
 def _stack(parts: dict[str, Tensor], name: str) -> Stack:
     values = parts[name]
-    known = (torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
+    known = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
     if values.dtype not in known:
         raise ConfigError(f"experts.{name}: {values.dtype} cannot be computed on a GPU")
     pieces = [values, parts.get(f"{name}.scale"), parts.get(f"{name}.zero")]
@@ -111,7 +111,7 @@ def _five_dimensions(part: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Activations [R, C] in BF16, or in E4M3 with FP32 `scale` [R, scales].
+    """Activations [R, C] in FP16, or in E4M3 with FP32 `scale` [R, scales].
 
     Columns share a scale in blocks of 128, counted anew from the beginning of each shard. `index`,
     INT32 [rows], says which of the R rows each row to be computed reads; None: the row itself.

@@ -115,7 +115,7 @@ def _multiply_one(
 
 
 def few_rows_pieces(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """x, BF16 [T, K] with T up to 64, times the transposed E4M3 [N, K].
+    """x, FP16 [T, K] with T up to 64, times the transposed E4M3 [N, K].
 
     FP32 [pieces, T, N], to be added up by whoever reads it.
     """
@@ -153,7 +153,7 @@ def few_rows_pieces(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
         blocks_each=blocks_each,
         block_m=max(16, triton.next_power_of_2(num_tokens)),
         block_n=_ROWS,
-        product=product_type(is_quantized=False),
+        product=product_type(x.dtype),
         num_warps=4,
         num_stages=_STAGES,
     )

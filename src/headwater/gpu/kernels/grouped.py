@@ -19,91 +19,17 @@ from torch import Tensor
 
 from headwater.gpu.kernels.experts import ExpertStack, Rows, Stack, Tiles
 from headwater.gpu.kernels.table import TileConfig, capability_of, shapes_for
+from headwater.gpu.kernels.weights import format_on, group_columns, weight_scale, weight_tile
+from headwater.gpu.precision import ACTIVATED_SCALE
 
-_BF16, _FP8, _FP8_BITS, _INT4, _MXFP4 = range(5)
-_FORMATS = {"bf16": _BF16, "fp8": _FP8, "int4": _INT4, "mxfp4": _MXFP4}
-# Cards from here on convert E4M3 and multiply it; older ones get the codes' bits.
-_FP8_CAPABILITY = (8, 9)
-_BF16_BLOCK_K = 64
 # The interpreter multiplies the bits of BF16 as if they were integers (Triton 3.6), so its products
 # are FP32; on a GPU this is never the case.
 _IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def _expand_e4m3(code):
-    """Bytes of E4M3 -> FP32 for cards that cannot."""
-    exponent = (code >> 3) & 15
-    fraction = code & 7
-    normal = (((exponent + 120) << 23) | (fraction << 20)).to(tl.float32, bitcast=True)
-    magnitude = tl.where(exponent == 0, fraction.to(tl.float32) * 0.001953125, normal)
-    return tl.where(code >= 128, -magnitude, magnitude)
-
-
-@triton.jit
-def _expand_e2m1(code):
-    """Codes of E2M1 -> FP32: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
-    exponent = (code >> 1) & 3
-    fraction = (code & 1).to(tl.float32)
-    power = (1 << exponent).to(tl.float32)
-    magnitude = tl.where(exponent == 0, 0.5 * fraction, (2.0 + fraction) * power * 0.25)
-    return tl.where(code >= 8, -magnitude, magnitude)
-
-
-@triton.jit
-def _weight_tile(
-    values,
-    zeros,
-    row,
-    column,
-    num_rows,
-    num_columns,
-    group,
-    num_groups,
-    fmt: tl.constexpr,
-    block_k: tl.constexpr,
-    product: tl.constexpr,
-):
-    """Weight rows by `block_k` columns, expanded but not scaled."""
-    if fmt >= 3:
-        byte = column // 2 + tl.arange(0, block_k // 2)[None, :]
-        place = row[:, None].to(tl.int64) * (num_columns // 2) + byte
-        mask = (row < num_rows)[:, None] & (byte < num_columns // 2)
-        codes = tl.load(values + place, mask=mask, other=0).to(tl.int32)
-        codes = tl.interleave(codes & 15, codes >> 4)
-        if fmt == 4:
-            return _expand_e2m1(codes).to(product)
-        zero = tl.full((row.shape[0],), 8, tl.int32)
-        if zeros is not None:
-            mask_rows = row < num_rows
-            zero = tl.load(zeros + row.to(tl.int64) * num_groups + group, mask=mask_rows, other=0)
-            zero = zero.to(tl.int32)
-        return (codes - zero[:, None]).to(tl.float32).to(product)
-    columns = column + tl.arange(0, block_k)[None, :]
-    place = row[:, None].to(tl.int64) * num_columns + columns
-    mask = (row < num_rows)[:, None] & (columns < num_columns)
-    found = tl.load(values + place, mask=mask, other=0.0)
-    if fmt == 2:
-        return _expand_e4m3(found.to(tl.int32)).to(product)
-    if fmt == 1 and product != tl.float8e4nv:
-        return found.to(tl.float32).to(product)
-    return found.to(product)
-
-
-@triton.jit
-def _weight_scale(scales, row, num_rows, group, num_groups, fmt: tl.constexpr):
-    """FP32 [rows]: the scale of each weight row in this group of columns."""
-    if fmt == 1 or fmt == 2:
-        place = (row // 128) * num_groups + group
-    else:
-        place = row.to(tl.int64) * num_groups + group
-    scale = tl.load(scales + place, mask=row < num_rows, other=0)
-    if fmt == 4:
-        bits = scale.to(tl.int32)
-        # Byte 0 stands for 2^-127, which FP32 only has as a subnormal number.
-        shifted = tl.where(bits == 0, 1 << 22, bits << 23)
-        return shifted.to(tl.float32, bitcast=True)
-    return scale.to(tl.float32)
+_PRODUCTS = {
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 
 
 # What changes from layer to layer must not make another variant of the kernel: compiling one takes
@@ -137,6 +63,7 @@ def _grouped(
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     product: tl.constexpr,
+    factor: tl.constexpr,
 ):
     # Neighbouring programs share weights: all tiles of one expert follow each other.
     row_blocks: tl.constexpr = (rows + block_n - 1) // block_n
@@ -178,7 +105,7 @@ def _grouped(
             tokens = tl.load(x + place, mask=mask, other=0.0)
             if tokens.dtype != product:
                 tokens = tokens.to(tl.float32).to(product)
-            weight = _weight_tile(
+            weight = weight_tile(
                 weights, weight_zeros, row, column, rows, columns, group, num_groups, fmt,
                 block_k, product,
             )  # fmt: skip
@@ -191,7 +118,7 @@ def _grouped(
             if fmt == 0:
                 total = tl.dot(weight, tokens, total)
             else:
-                scale = _weight_scale(weight_scales, row, rows, group, num_groups, fmt)
+                scale = weight_scale(weight_scales, row, rows, group, num_groups, fmt)
                 term = tl.dot(weight, tokens) * scale[:, None]
                 if x_scales is not None:
                     term *= x_scale[None, :]
@@ -200,7 +127,7 @@ def _grouped(
                 up_zeros = weight_zeros
                 if zeros is not None:
                     up_zeros = weight_zeros + rows * num_groups
-                weight = _weight_tile(
+                weight = weight_tile(
                     weights + rows * row_size, up_zeros, row, column, rows, columns, group,
                     num_groups, fmt, block_k, product,
                 )  # fmt: skip
@@ -208,7 +135,7 @@ def _grouped(
                     total_up = tl.dot(weight, tokens, total_up)
                 else:
                     up_scales = weight_scales + scale_rows * num_groups
-                    scale = _weight_scale(up_scales, row, rows, group, num_groups, fmt)
+                    scale = weight_scale(up_scales, row, rows, group, num_groups, fmt)
                     term = tl.dot(weight, tokens) * scale[:, None]
                     if x_scales is not None:
                         term *= x_scale[None, :]
@@ -216,6 +143,9 @@ def _grouped(
 
     if is_gated:
         total = total / (1.0 + tl.exp(-total)) * total_up
+    total *= factor
+    if out.dtype.element_ty == tl.float16:
+        total = tl.clamp(total, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
     target = (token - first_row).to(tl.int64)
     place = target[None, :] * out_width + (shard * rows + row)[:, None]
     mask = is_token[None, :] & (row < rows)[:, None]
@@ -232,7 +162,7 @@ def _grouped(
 def gate_up(
     x: Rows, stack: ExpertStack, tiles: Tiles, out: Rows, config: TileConfig | None = None
 ) -> None:
-    """Overwrites `out` [rows, shards * I], BF16 or quantised, with silu(gate(x)) * up(x).
+    """Overwrites `out` [rows, shards * I]; see reference.gate_up.
 
     `config` is for measuring; otherwise the table says what suits the card.
     """
@@ -242,7 +172,7 @@ def gate_up(
 def down(
     x: Rows, stack: ExpertStack, tiles: Tiles, out: Tensor, config: TileConfig | None = None
 ) -> None:
-    """Overwrites `out` [rows, H] with the sum over shards of x times down transposed."""
+    """Overwrites `out` [rows, H]; see reference.down."""
     _launch(x, stack.down, tiles, Rows(out), config, is_gated=False)
 
 
@@ -255,9 +185,10 @@ def _launch(
         shapes = shapes_for(tiles.tile_rows, capability)
         down_shape = shapes.down_quantized if is_quantized else shapes.down
         config = shapes.gated if is_gated else down_shape
-    fmt, values = _FORMATS[stack.format], stack.values
-    if fmt == _FP8 and not is_quantized and capability < _FP8_CAPABILITY:
-        fmt, values = _FP8_BITS, values.view(torch.uint8)
+        assert config is not None, "no such tiles of quantised rows"
+    fmt, values = format_on(stack)
+    is_scaled = (out if is_gated else x).scale is None
+    factor = ACTIVATED_SCALE if is_gated else 1 / ACTIVATED_SCALE
     row_blocks = triton.cdiv(stack.rows, config.block_n)
     out_shards, in_shards = (stack.num_shards, 1) if is_gated else (1, stack.num_shards)
     _grouped[(tiles.table.shape[1] * out_shards * row_blocks,)](
@@ -283,17 +214,16 @@ def _launch(
         in_shards=in_shards,
         block_m=tiles.tile_rows,
         block_n=config.block_n,
-        block_k=stack.group or _BF16_BLOCK_K,
-        product=product_type(is_quantized=is_quantized),
+        block_k=group_columns(stack),
+        product=product_type(x.values.dtype),
+        factor=factor if is_scaled else 1.0,
         **_options(config),
     )
 
 
-def product_type(*, is_quantized: bool) -> Any:
-    """What tokens and weights are multiplied as."""
-    if _IS_INTERPRETED:
-        return tl.float32
-    return tl.float8e4nv if is_quantized else tl.bfloat16
+def product_type(activations: torch.dtype) -> Any:
+    """What tokens of a type, and weights, are multiplied as."""
+    return tl.float32 if _IS_INTERPRETED else _PRODUCTS[activations]
 
 
 def _options(config: TileConfig) -> dict[str, int]:

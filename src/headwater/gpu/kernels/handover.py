@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from headwater.gpu.kernels.pieces import rms_norm, sum_of_pieces
+from headwater.gpu.precision import ROUNDED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,11 +136,11 @@ def add_and_norm(
     """hidden += the sum of partial's pieces and, once it is there, the lane's answer of a layer.
 
     `hidden` is FP32 [T, N], `partial` FP32 [pieces, T, N] or None. Gives hidden's norm in FP32, if
-    it is kept, and in BF16; nothing without a norm.
+    it is kept, and in FP16; nothing without a norm.
     """
     num_tokens, width = hidden.shape
     normal = torch.empty_like(hidden) if is_kept else None
-    rounded = None if norm is None else torch.empty_like(hidden, dtype=torch.bfloat16)
+    rounded = None if norm is None else torch.empty_like(hidden, dtype=ROUNDED)
     lane, layer = answer or (None, 0)
     is_alone = num_tokens == 1
     if lane is not None and not is_alone:

@@ -26,6 +26,6 @@ def sum_of_pieces(partial, row, rows_in_all, first, width, column, mask, pieces:
 
 @triton.jit
 def in_two(x, product: tl.constexpr):
-    """FP32 as the sum of two of the type `product`: with BF16, 2^-17 of it is lost at most."""
+    """FP32 as the sum of two of the type `product`: with BF16 at most 2^-17 of it is lost."""
     high = x.to(product)
     return high, (x - high.to(tl.float32)).to(product)

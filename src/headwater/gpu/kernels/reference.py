@@ -1,8 +1,9 @@
 """The expert kernels in plain torch: what the Triton ones are held against, and the CPU's.
 
-Owns the numeric policy: weights have their exact values; sums are FP32; activations are BF16, or
-E4M3 with one scale per 1 x 128 (DeepSeek-V3 technical report, section 3.3.2), in which case each
-block of 128 columns is summed apart and then scaled.
+Owns the numeric policy: weights have their exact values, or those rounded to FP16 where each is met
+by many rows; sums are FP32; activations are FP16 (see precision.py), or E4M3 with one scale per
+1 x 128 (DeepSeek-V3 technical report, section 3.3.2), in which case each block of 128 columns is
+summed apart and then scaled.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from headwater.gpu.kernels.experts import FP8_BLOCK
+from headwater.gpu.kernels.experts import FP8_BLOCK, ExpertStack, Stack
+from headwater.gpu.precision import ACTIVATED_SCALE, GREATEST
 from headwater.model.expand import rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headwater.gpu.kernels.experts import ExpertStack, Rows, Stack, Tiles
+    from headwater.gpu.kernels.experts import Rows, Tiles
 
 E4M3_MAX = 448.0
 # Keeps scales of rows that are all zero away from zero.
@@ -35,8 +37,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(torch.float8_e4m3fn), scale
 
 
+def expand(stack: ExpertStack) -> ExpertStack:
+    """The same experts in FP16, scales and zeros multiplied in."""
+    return ExpertStack(_expanded(stack.gate_up), _expanded(stack.down))
+
+
 def gate_up(x: Rows, stack: ExpertStack, tiles: Tiles, out: Rows) -> None:
-    """Overwrites `out` [rows, shards * I], BF16 or quantised, with silu(gate(x)) * up(x)."""
+    """Overwrites `out` [rows, shards * I] with silu(gate(x)) * up(x).
+
+    What is not quantised has been multiplied by ACTIVATED_SCALE.
+    """
     weights = stack.gate_up
     for expert, first, stop in tiles.table.T.tolist():
         rows = _values(x, first, stop, tiles, 1)
@@ -46,7 +56,8 @@ def gate_up(x: Rows, stack: ExpertStack, tiles: Tiles, out: Rows) -> None:
             pieces.append(functional.silu(gate) * up)
         target = slice(first - tiles.first_row, stop - tiles.first_row)
         if out.scale is None:
-            out.values[target] = torch.cat(pieces, dim=1).to(out.values.dtype)
+            scaled = torch.cat(pieces, dim=1) * ACTIVATED_SCALE
+            out.values[target] = scaled.clamp_(-GREATEST, GREATEST).to(out.values.dtype)
         else:
             quantized = [quantize(piece) for piece in pieces]
             out.values[target] = torch.cat([values for values, _ in quantized], dim=1)
@@ -54,7 +65,10 @@ def gate_up(x: Rows, stack: ExpertStack, tiles: Tiles, out: Rows) -> None:
 
 
 def down(x: Rows, stack: ExpertStack, tiles: Tiles, out: Tensor) -> None:
-    """Overwrites `out` [rows, H] with the sum over shards of x times down transposed."""
+    """Overwrites `out` [rows, H] with the sum over shards of x times down transposed.
+
+    `x` is what gate_up gave.
+    """
     weights = stack.down
     for expert, first, stop in tiles.table.T.tolist():
         rows = _values(x, first, stop, tiles, weights.num_shards)
@@ -64,6 +78,8 @@ def down(x: Rows, stack: ExpertStack, tiles: Tiles, out: Tensor) -> None:
             for shard in range(weights.num_shards)
         )
         assert not isinstance(total, int)
+        if x.scale is None:
+            total /= ACTIVATED_SCALE
         out[first - tiles.first_row : stop - tiles.first_row] = total.to(out.dtype)
 
 
@@ -81,6 +97,16 @@ def add_weighted(
         tokens = is_here.nonzero()[:, 0]
         terms = outputs[row[tokens]].float() * weights[tokens, choice, None]
         hidden[tokens] += terms
+
+
+def _expanded(stack: Stack) -> Stack:
+    experts, shards, matrices = stack.values.shape[:3]
+    out = torch.empty(experts, shards, matrices, stack.rows, stack.columns, dtype=torch.float16)
+    for expert in range(experts):
+        for shard in range(shards):
+            for matrix in range(matrices):
+                out[expert, shard, matrix] = _matrix(stack, expert, shard, matrix)
+    return Stack(out)
 
 
 def _values(x: Rows, first: int, stop: int, tiles: Tiles, num_shards: int) -> Tensor:

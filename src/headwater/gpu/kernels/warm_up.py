@@ -11,7 +11,7 @@ import torch
 
 from headwater.gpu import kernels
 from headwater.gpu.kernels.experts import ExpertStack, Rows, Tiles, empty_activations
-from headwater.gpu.kernels.table import HEIGHTS
+from headwater.gpu.kernels.table import EXPANDED_FROM, HEIGHTS, MOST_QUANTIZED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,7 +43,8 @@ def warm_up(
         stack = ExpertStack.of(parts)
         for quantized in (False, True) if is_quantized and stack.is_fp8 else (False,):
             for height in HEIGHTS:
-                _run(stack, hidden, choices, height, device, is_quantized=quantized)
+                if height <= MOST_QUANTIZED or not quantized:
+                    _run(stack, hidden, choices, height, device, is_quantized=quantized)
 
 
 def _run(
@@ -55,7 +56,9 @@ def _run(
     *,
     is_quantized: bool,
 ) -> None:
-    x = torch.zeros(1, hidden, dtype=torch.bfloat16, device=device)
+    if height >= EXPANDED_FROM:
+        stack = kernels.expand(stack)
+    x = torch.zeros(1, hidden, dtype=torch.float16, device=device)
     values, scale = kernels.quantize(x) if is_quantized else (x, None)
     tiles = Tiles(torch.tensor([[0], [0], [1]], dtype=torch.int32, device=device), 0, 1, height)
     rows = Rows(values, scale, torch.zeros(1, dtype=torch.int32, device=device))
