@@ -98,12 +98,9 @@ def bench_hybrid(
         )
         say(f"{torch.cuda.memory_allocated(gpu.device) / 2**30:.1f} GiB on the device")
         for batch in batches:
-            reads = [probe.gb_per_s() for _ in range(5)]
-            seconds, busy = _time_steps(decoder, batch, context)
-            reads += [probe.gb_per_s() for _ in range(5)]
-            # What memory can do; less is what somebody else has taken.
-            read = max(reads)
-            yield _row(shape, spec, decoder, batch, context, seconds, busy, read)
+            yield _row(
+                shape, spec, decoder, batch, context, _time_steps(decoder, batch, context, probe)
+            )
 
 
 def bench_dual(cases: Mapping[Shape, Sequence[tuple[int, int]]]) -> Iterator[dict[str, Any]]:
@@ -194,24 +191,43 @@ def hand_over(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Medians: seconds of a step and of the CPU's part in it; GB/s of reading between the steps.
+
+    `best_gb_per_s` is the fastest of the reads: what memory does while nobody else uses it.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    read_gb_per_s: float
+    best_gb_per_s: float
+
+
 def _time_steps(
-    decoder: HybridDecoder, rows: int, context: int, rounds: int = 9
-) -> tuple[float, float]:
-    """Median seconds of a step, and of the CPU's part in it."""
+    decoder: HybridDecoder, rows: int, context: int, probe: ReadProbe, rounds: int = 15
+) -> _Steps:
+    """Steps and the probe in turn, so that both see the same moments."""
     parts = micro_batches(rows, is_dual=False)
     positions = torch.full((rows,), context - 1)
     assert decoder.worker is not None
     generator = torch.Generator().manual_seed(rows)
-    times = []
+    times, reads = [], []
     for turn in range(rounds + 2):
         tokens = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
+        reads.append(probe.gb_per_s())
         busy, began_at = decoder.worker.busy_seconds, time.perf_counter()
         logits = decoder.logits(decoder.step(parts, tokens, positions)[0])
         seconds = time.perf_counter() - began_at
         if turn >= 2:
             times.append((seconds, decoder.worker.busy_seconds - busy))
     assert bool(torch.isfinite(logits).all()), "the step gave no numbers"
-    return statistics.median(t for t, _ in times), statistics.median(b for _, b in times)
+    return _Steps(
+        statistics.median(t for t, _ in times),
+        statistics.median(b for _, b in times),
+        statistics.median(reads),
+        max(reads),
+    )
 
 
 def _compare_ways(decoder: HybridDecoder, rows: int, context: int) -> dict[str, Any]:
@@ -264,9 +280,7 @@ def _row(
     decoder: HybridDecoder,
     batch: int,
     context: int,
-    seconds: float,
-    busy: float,
-    read: float,
+    steps: _Steps,
 ) -> dict[str, Any]:
     num_experts = max(la.ffn.num_experts for la in spec.layers if isinstance(la.ffn, MoeFfnSpec))
     chosen = max(la.ffn.experts_per_token for la in spec.layers if isinstance(la.ffn, MoeFfnSpec))
@@ -279,12 +293,13 @@ def _row(
         "batch": batch,
         "context": context,
         "isa": isa(),
-        "step_ms": 1e3 * seconds,
-        "cpu_ms": 1e3 * busy,
-        "rest_us_per_layer": 1e6 * (seconds - busy) / spec.num_layers,
+        "step_ms": 1e3 * steps.seconds,
+        "cpu_ms": 1e3 * steps.cpu_seconds,
+        "rest_us_per_layer": 1e6 * (steps.seconds - steps.cpu_seconds) / spec.num_layers,
         "expert_gb": num_bytes / 1e9,
-        "read_gb_per_s": read,
-        "roofline_ratio": num_bytes / seconds / 1e9 / read,
-        "cpu_ratio": num_bytes / busy / 1e9 / read,
-        "tokens_per_s": batch / seconds,
+        "read_gb_per_s": steps.read_gb_per_s,
+        "best_read_gb_per_s": steps.best_gb_per_s,
+        "roofline_ratio": num_bytes / steps.seconds / 1e9 / steps.read_gb_per_s,
+        "cpu_ratio": num_bytes / steps.cpu_seconds / 1e9 / steps.read_gb_per_s,
+        "tokens_per_s": batch / steps.seconds,
     }
