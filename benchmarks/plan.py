@@ -1,8 +1,8 @@
 """How far off is `headwater plan`? Every measurement in results/ that it speaks of, against it.
 
-`python benchmarks/plan.py [--json FILE]`. Links' rates, and memory's where no GPU takes part, are
-those that each run measured of itself, the rest is the machine's file: what is held against the
-measurement is the arithmetic. Beside a GPU the experts read faster than the probe did.
+`python benchmarks/plan.py [--json FILE]`. Rates of links and memory are those that each run
+measured of itself, the rest is the machine's file: what is held against the measurement is the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 MACHINES = ROOT.parent / "examples" / "machines"
-# From here on sweeps of the H200 runs rounded activations to E4M3.
-QUANTIZED_FROM = 32768
 
 
 def _figures(name: str) -> Any:
@@ -57,19 +55,19 @@ def comparisons() -> Iterator[tuple[str, float, float]]:
         if row["what"] != "slp":
             continue
         machine = _with_link(h200, row["link_gb_per_s"])
-        found = prompt_time(deepseek, machine, row["tokens"], quantize_from=QUANTIZED_FROM)
+        found = prompt_time(deepseek, machine, row["tokens"])
         name = f"slp {row['tokens']} tokens"
         yield name, row["ttft_s"], found.seconds
         yield f"{name}, computing alone", row["compute_floor_s"], found.compute_seconds
     for row in _figures("dslp"):
-        # At 64K the ranks fell back to a slow attention that is no longer there; see docs/gpu.md.
-        if row["what"] == "dslp" and row["rank"] == 0 and row["tokens"] < 65536:
+        if row["what"] == "dslp" and row["rank"] == 0:
             machine = _with_link(h200, row["link_alone_gb_per_s"])
             found = prompt_time(deepseek, machine, row["tokens"], num_gpus=2)
             yield f"dslp {row['tokens']} tokens", row["ttft_s"], found.seconds
     for row in _figures("hybrid_one_gpu"):
         if row["what"] == "hybrid":
-            step = step_time(deepseek, h200, row["batch"], row["context"])
+            machine = _with_read(h200, row["read_gb_per_s"])
+            step = step_time(deepseek, machine, row["batch"], row["context"])
             name = f"hybrid batch {row['batch']}"
             yield name, row["step_ms"] / 1e3, step.seconds
             yield f"{name}, CPU's part", row["cpu_ms"] / 1e3, step.cpu_seconds

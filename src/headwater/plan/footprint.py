@@ -20,9 +20,10 @@ class Footprint:
     """Bytes and operations of a model.
 
     `streamed_bytes` are all layers, what a sweep brings to the GPU; of these `expert_bytes` are
-    routed experts, of `num_routed` layers. `serial_bytes` are what the GPU reads in a decode step
-    while the CPU waits: all that is neither a routed nor a shared expert. `token_flops` are the
-    products of one token with the layers' weights, `pair_flops` those of two tokens in attention.
+    routed experts, of `num_routed` layers, and `expert_elements` their weights. `serial_bytes` are
+    what the GPU reads in a decode step while the CPU waits: all that is neither a routed nor a
+    shared expert. `token_flops` are the products of one token with the layers' weights,
+    `pair_flops` those of two tokens in attention.
     With `has_latents` the cache holds what all heads share instead of keys and values.
     """
 
@@ -34,6 +35,7 @@ class Footprint:
     weight_bytes: int
     streamed_bytes: int
     expert_bytes: int
+    expert_elements: int
     serial_bytes: int
     dense_bytes: int
     resident_bytes: int
@@ -53,7 +55,7 @@ class Footprint:
 def footprint_of(spec: ModelSpec) -> Footprint:
     """From the tensors that the model's segment would hold."""
     routed = [layer.ffn for layer in spec.layers if isinstance(layer.ffn, MoeFfnSpec)]
-    weight = streamed = experts = shared = 0
+    weight = streamed = experts = shared = expert_elements = 0
     flops = 0.0
     stored = []
     for tensor in spec.tensors():
@@ -71,7 +73,10 @@ def footprint_of(spec: ModelSpec) -> Footprint:
             shared += num_bytes
         is_linear = len(tensor.shape) > 1 and not tensor.name.endswith((".scale", ".zero"))
         if is_linear and tensor.name.startswith("layers."):
-            flops += 2 * used * elements * (2 if _dtype(tensor) is DType.U8 else 1)
+            # Bytes of two codes are two weights.
+            elements *= 2 if _dtype(tensor) is DType.U8 else 1
+            flops += 2 * used * elements
+            expert_elements += elements if ".experts." in tensor.name else 0
     looked_up = 0 if spec.is_embedding_tied else stored[0][1] * stored[0][2]
     return Footprint(
         num_layers=spec.num_layers,
@@ -82,6 +87,7 @@ def footprint_of(spec: ModelSpec) -> Footprint:
         weight_bytes=weight,
         streamed_bytes=streamed,
         expert_bytes=experts,
+        expert_elements=expert_elements,
         serial_bytes=weight - experts - shared - looked_up,
         dense_bytes=weight - experts - looked_up,
         resident_bytes=resident_bytes(spec, stored),

@@ -14,20 +14,23 @@ if TYPE_CHECKING:
     from headwater.plan.machine import Gpu, Machine
 
 # Of large products' rates, on an H200: grouped products in FP16 and with E4M3, and attention.
-_FP16_SHARE, _FP8_SHARE, _ATTENTION_SHARE = 0.31, 0.285, 0.66
-# Whatever a sweep's layer takes besides: gates, sorting, launches.
-_SWEEP_LAYER_SECONDS = 0.008
+_FP16_SHARE, _FP8_SHARE, _ATTENTION_SHARE = 0.54, 0.285, 0.66
+# Whatever a sweep's layer takes besides: gates, sorting, launches; and expanding experts to FP16,
+# at this share of the memory's rate.
+_SWEEP_LAYER_SECONDS, _EXPAND_SHARE = 0.0053, 0.69
 # Copies against computation: what the shorter of both adds to the longer.
-_OVERLAP_LOSS = 0.09
+_OVERLAP_LOSS = 0.065
 # A link beside the others of its host; bytes that a rank exchanges per token, layer and hidden.
-_JOINT_LINK_SHARE, _EXCHANGED_BYTES = 0.975, 3.0
+_JOINT_LINK_SHARE, _EXCHANGED_BYTES = 0.992, 3.0
 # Of reading: routed experts of one token and of several, and a whole step on the CPU.
-_ONE_TOKEN_SHARE, _FEW_TOKENS_SHARE, _CPU_STEP_SHARE = 0.92, 0.84, 0.89
+_ONE_TOKEN_SHARE, _FEW_TOKENS_SHARE, _CPU_STEP_SHARE = 0.9, 0.885, 0.89
 # GPU's part of a decode layer: kernels' own time, hand-over, and the share of memory's rate.
 _DECODE_LAYER_SECONDS, _HAND_OVER_SECONDS, _GPU_READ_SHARE = 57e-6, 8e-6, 0.75
 # Attention takes as long as reading the cache so often: once, but latents, which all heads share,
 # are bound by products.
 _KV_READS, _LATENT_READS = 1.0, 4.4
+# Products in E4M3, which lose some 3 %, must be so much faster than in FP16 to be worth it.
+_LEAST_GAIN = 1.25
 _GIGA, _TERA = 1e9, 1e12
 
 
@@ -77,7 +80,9 @@ def prompt_time(
     per_token = model.token_flops / _products_rate(gpu, is_quantized=is_quantized)
     attention = pairs / (_ATTENTION_SHARE * gpu.bf16_tflop_per_s * _TERA)
     compute = (tokens * per_token + attention) / num_gpus
-    compute += sweeps * model.num_layers * _SWEEP_LAYER_SECONDS
+    expanded = (model.expert_bytes + 2 * model.expert_elements) / num_gpus
+    expanding = expanded / (_EXPAND_SHARE * gpu.memory_gb_per_s * _GIGA)
+    compute += sweeps * (model.num_layers * _SWEEP_LAYER_SECONDS + expanding)
     longer, shorter = max(transfer, compute), min(transfer, compute)
     return PromptTime(longer + _OVERLAP_LOSS * shorter + exchanged, transfer, compute)
 
@@ -115,10 +120,10 @@ def two_streams_per_second(
 def quantize_from(model: Footprint, machine: Machine) -> int:
     """Tokens of a sweep from which FP16 takes longer to compute than the weights to arrive.
 
-    0: E4M3 takes no less.
+    0: E4M3 gains too little for what it loses.
     """
     rates = [_products_rate(machine.gpus[0], is_quantized=way) for way in (False, True)]
-    if rates[1] <= rates[0]:
+    if rates[1] < _LEAST_GAIN * rates[0]:
         return 0
     low, high = 1, 1 << 20
     while low < high:

@@ -65,9 +65,12 @@ class Shape:
 
 
 @contextmanager
-def workers(spare_cpus: int = 1) -> Iterator[WorkerPool]:
-    """A pool on all CPUs but some, and the calling thread on those: it waits for the GPU."""
-    # Its threads would all sit on the few CPUs that are left, and wait for each other there.
+def workers(spare_cpus: int = 0) -> Iterator[WorkerPool]:
+    """A pool on all CPUs, as decode has it, or on all but some, and the calling thread on those.
+
+    That thread sleeps while the GPU computes.
+    """
+    # Torch's threads would wait for each other on the few CPUs that are left.
     torch.set_num_threads(1)
     allowed = os.sched_getaffinity(0)
     pool = WorkerPool(max(1, len(allowed) - spare_cpus), spin_us=_SPIN_US)
@@ -79,13 +82,17 @@ def workers(spare_cpus: int = 1) -> Iterator[WorkerPool]:
 
 
 def bench_hybrid(
-    shape: Shape, batches: Sequence[int], context: int, say: Callable[[str], None] = print
+    shape: Shape,
+    batches: Sequence[int],
+    context: int,
+    spare_cpus: int,
+    say: Callable[[str], None] = print,
 ) -> Iterator[dict[str, Any]]:
     """One row per batch at `context` tokens; before it, the hand-over alone."""
     self_test()
     gpu, spec = find_gpu(0), shape.spec()
     weights = RandomModel(spec, shape.distinct)
-    with workers() as pool, torch.inference_mode():
+    with workers(spare_cpus) as pool, torch.inference_mode():
         probe = ReadProbe(pool)
         yield hand_over(spec, weights, pool, gpu.device)
         decoder = HybridDecoder(
