@@ -64,7 +64,7 @@ def comparisons() -> Iterator[tuple[str, float, float]]:
             machine = _with_link(h200, row["link_alone_gb_per_s"])
             found = prompt_time(deepseek, machine, row["tokens"], num_gpus=2)
             yield f"dslp {row['tokens']} tokens", row["ttft_s"], found.seconds
-    for row in _figures("hybrid_one_gpu"):
+    for row in _figures("hybrid"):
         if row["what"] == "hybrid":
             machine = _with_read(h200, row["read_gb_per_s"])
             step = step_time(deepseek, machine, row["batch"], row["context"])

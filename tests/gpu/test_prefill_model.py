@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwater.gpu import kernels
 from headwater.gpu.layout import lay_out
 from headwater.gpu.memory_plan import MemoryPlan
 from headwater.gpu.prefill_model import StreamedModel
 from headwater.gpu.streams import HostQueues
 from headwater.kv.layout import KvKind
 from headwater.model.batch import Batch, SequenceChunk
-from headwater.model.layer_spec import LinearFormat
+from headwater.model.layer_spec import LinearFormat, MoeFfnSpec
 from headwater.model.source import Weights
 from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
-from tests.gpu.models import BLOCK_TOKENS, pages_of, prompt, run, tiny_weights, written
+from tests.gpu.models import BLOCK_TOKENS, NUM_BLOCKS, pages_of, prompt, run, tiny_weights, written
 from tests.gpu.samples import relative_error
 
 NEVER, ALWAYS = 0, 1
@@ -90,6 +91,39 @@ def test_agrees_with_the_reference(
             assert relative_error(*kv) < 3e-3
         # A token that took another expert is seen by those after it: what is left is a rough bound.
         assert relative_error(model.forward(batch, pages_of(spec)), hidden) < 4 * bar + 0.1
+
+
+@pytest.mark.parametrize(
+    ("fmt", "shards", "quantize_from"),
+    [("bf16", 1, NEVER), ("fp8", 2, NEVER), ("fp8", 1, ALWAYS), ("int4", 1, NEVER)],
+)
+def test_experts_with_many_rows_agree_with_the_reference(
+    tmp_path: Path,
+    shm_prefix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    fmt: LinearFormat,
+    shards: int,
+    quantize_from: int,
+) -> None:
+    """More than 64 rows each: they are expanded before, unless activations are E4M3."""
+    expand, expanded = kernels.expand, []
+    monkeypatch.setattr(kernels, "expand", lambda stack: expanded.append(stack) or expand(stack))
+    with tiny_weights(tmp_path, shm_prefix, "mixtral", fmt, shards) as (spec, weights):
+        tokens = prompt(spec, NUM_BLOCKS * BLOCK_TOKENS, 5)
+        ffn = spec.layers[0].ffn
+        assert isinstance(ffn, MoeFfnSpec)
+        copies = 1 + 64 * ffn.num_experts // (len(tokens) * ffn.experts_per_token)
+        # All at the same places: what one writes the others write, too.
+        chunk = SequenceChunk(tokens, 0, list(range(NUM_BLOCKS)))
+        batch = Batch.build([chunk] * copies, BLOCK_TOKENS)
+        reference = Transformer(spec, weights)
+        model = _model(spec, weights, quantize_from=quantize_from)
+        hidden = reference.embed(batch.token_ids)
+        for layer in range(2):
+            ours = model.forward_layer(layer, hidden.clone(), batch, pages_of(spec))
+            hidden = reference.forward_layer(layer, hidden, batch, pages_of(spec))
+            assert _error(ours, hidden) < BARS[quantize_from]
+    assert (len(expanded) > 0) == (quantize_from == NEVER)
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_moe"])

@@ -82,8 +82,8 @@ async def ask(
         )
         async for chunk in stream:
             for choice in chunk.choices:
-                if choice.delta.content:
-                    answer.has_begun.set()
+                # The text of the first tokens may be empty: half a character, say.
+                answer.has_begun.set()
                 answer.finish_reason = choice.finish_reason or answer.finish_reason
             if chunk.usage:
                 answer.completion_tokens = chunk.usage.completion_tokens

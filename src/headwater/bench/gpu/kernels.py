@@ -101,7 +101,7 @@ def _measure(
     return figures
 
 
-def _seconds(run: Callable[[], None], rounds: int = 7) -> float:
+def _seconds(run: Callable[[], object], rounds: int = 7) -> float:
     run()
     times: list[float] = []
     for _ in range(rounds):
