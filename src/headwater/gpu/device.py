@@ -19,7 +19,7 @@ from headwater.errors import ConfigError
 if TYPE_CHECKING:
     from headwater.config import GpuConfig
 
-# Triton's oldest cards with BF16 products.
+# The oldest cards for which our kernels are made.
 _LEAST_CAPABILITY = (8, 0)
 _GIB = 2**30
 # Of a CPU that stands in for a GPU.

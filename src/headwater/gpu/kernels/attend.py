@@ -205,7 +205,7 @@ def attend(
     latents BF16.
 
     `cache` is BF16 [T, context, ...] as `shape` says, int64 `positions` [T] are all below `bound`.
-    `out`, FP32 or BF16 [T, heads, value_dim], is written.
+    `out`, FP32 or FP16 [T, heads, value_dim], is written.
     """
     num_tokens, heads, _ = queries.shape
     group = heads // shape.kv_heads

@@ -2,7 +2,8 @@
 
 A program owns one tile: `block_n` weight rows of one expert and shard by up to `block_m` of its
 tokens. Weights are the left operand, tokens the right one, so that few tokens still fill a tensor
-core's tile and codes of any format are expanded in registers. Each group of columns that shares a
+core's tile and codes of any format are expanded in registers, unless that has been done before
+(expansion.py). Each group of columns that shares a
 scale is summed in the tensor cores and then scaled into FP32 sums, which also bounds the rounding
 of the tensor cores' own FP8 sums (DeepSeek-V3 technical report, section 3.3.2).
 """
