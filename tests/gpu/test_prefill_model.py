@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headwater.gpu import kernels
+from headwater.gpu.kernels.experts import ExpertStack
 from headwater.gpu.layout import lay_out
 from headwater.gpu.memory_plan import MemoryPlan
 from headwater.gpu.prefill_model import StreamedModel
@@ -107,7 +108,12 @@ def test_experts_with_many_rows_agree_with_the_reference(
 ) -> None:
     """More than 64 rows each: they are expanded before, unless activations are E4M3."""
     expand, expanded = kernels.expand, []
-    monkeypatch.setattr(kernels, "expand", lambda stack: expanded.append(stack) or expand(stack))
+
+    def counted(stack: ExpertStack) -> ExpertStack:
+        expanded.append(stack)
+        return expand(stack)
+
+    monkeypatch.setattr(kernels, "expand", counted)
     with tiny_weights(tmp_path, shm_prefix, "mixtral", fmt, shards) as (spec, weights):
         tokens = prompt(spec, NUM_BLOCKS * BLOCK_TOKENS, 5)
         ffn = spec.layers[0].ffn
