@@ -37,7 +37,7 @@ def test_whole_models_are_held_against_the_reference(tmp_path: Path) -> None:
     assert names[1].startswith("CPU kernels, ")
     assert names[2:] == ["CPU kernels, scalar", "sweep, W8A16", "sweep, W8A8"]
     assert [row["tokens"] for row in rows] == [6, 2] * 5
-    assert all(row["hidden_error_from_reference"] == 0 for row in rows[:2])
+    assert all(row["hidden_error"] > 0 for row in rows[:2]), "it rounds, the truth does not"
     errors = {name: [r["hidden_error"] for r in rows if r["what"] == name] for name in names}
     assert all(error < 0.1 for name in names[:4] for error in errors[name])
     assert min(errors[names[4]]) > max(errors[names[3]]), "E4M3 has seven bits fewer"

@@ -1,7 +1,7 @@
 """The weights of a layer that every token meets, on the device: matrices in FP16, norms in FP32.
 
 Owns how they become so: values times scales, made for one use and then dropped. FP16 has 11 bits of
-a weight, which is all of BF16 and E4M3, and of their products with scales all but 2^-12; what is
+a weight, which is all of BF16 and E4M3, and of their products with scales all but 2^-11; what is
 smaller than 2^-14 loses up to 2^-25.
 """
 

@@ -1,7 +1,7 @@
 """What activations are rounded to between products on a GPU: FP16.
 
 It has 11 significant bits where BF16, which the CPU's kernels multiply, has 8, and is multiplied
-as fast: a GPU loses an eighth of what a CPU does (see ARCHITECTURE.md). What FP16 lacks is range.
+as fast: a rounding loses an eighth of a CPU's (see ARCHITECTURE.md). What FP16 lacks is range.
 Norms and attention stay far within it; what a gated network has between its products need not, and
 is brought nearer to zero by ACTIVATED_SCALE, after which 4.2 million is the greatest magnitude and
 2e-6 is lost of the least. The cache is BF16, as decode on a CPU reads it. Tests of how work is

@@ -117,7 +117,7 @@ def bench_dual(cases: Mapping[Shape, Sequence[tuple[int, int]]]) -> Iterator[dic
     for shape, sizes in cases.items():
         spec = shape.spec()
         weights = RandomModel(spec, shape.distinct)
-        with workers() as pool, torch.inference_mode():
+        with workers(1) as pool, torch.inference_mode():
             for rows, context in sizes:
                 decoder = HybridDecoder(
                     spec, weights, pool, gpu.device, max_rows=rows, max_context=context, lanes=2
