@@ -104,6 +104,7 @@ def check_memory(device: torch.device) -> None:
         session.close()
         del session
     print(f"kept of a session that ended: {kept} bytes", flush=True)
+    assert kept < 1 << 20
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from headwater.gpu.kernels import (
 from headwater.gpu.kernels.attend import CacheShape, attend
 from headwater.gpu.kernels.experts import ExpertStack, Format, Rows, Tiles, cut_into_tiles
 from headwater.gpu.kernels.handover import add_and_norm
+from headwater.gpu.kernels.table import EXPANDED_FROM
 from headwater.gpu.lane import Lane
 from headwater.gpu.resident import Norm
 from headwater.model.expand import rows_of
@@ -78,6 +79,8 @@ def cases(device: torch.device) -> Iterator[tuple[str, float]]:
         yield from _products(name, x, stack, device, is_quantized=is_quantized)
         if not is_quantized:
             yield f"expand {name}", _expanded(stack, device)
+            tall = reference.expand(stack)
+            yield from _products(f"tall {name}", x, tall, device, EXPANDED_FROM, is_quantized=False)
     for tokens in (1, 17):
         yield f"few_rows {tokens}", _few(tokens, generator, device)
     yield "add_weighted", _combined(generator, device)
@@ -111,15 +114,23 @@ def _combinations() -> Iterator[tuple[Format, bool, bool, str]]:
 
 
 def _products(
-    name: str, x: Tensor, stack: ExpertStack, device: torch.device, *, is_quantized: bool
+    name: str,
+    x: Tensor,
+    stack: ExpertStack,
+    device: torch.device,
+    height: int = 16,
+    *,
+    is_quantized: bool,
 ) -> Iterator[tuple[str, float]]:
     """Both products of a piece that starts in the middle of the sorted rows."""
     num_rows = sum(COUNTS)
-    table, (piece,) = cut_into_tiles(COUNTS, [len(COUNTS)], 16, 64)
+    table, (piece,) = cut_into_tiles(COUNTS, [len(COUNTS)], height, max(64, height))
     first = 3
     index = torch.arange(first + num_rows) * 7 % TOKENS
-    tiles = Tiles(torch.from_numpy(table) + torch.tensor([[0], [first], [first]]), first, 48, 16)
-    tiles = Tiles(tiles.table.int(), first, piece.end_row, 16)
+    tiles = Tiles(
+        torch.from_numpy(table) + torch.tensor([[0], [first], [first]]), first, 48, height
+    )
+    tiles = Tiles(tiles.table.int(), first, piece.end_row, height)
     values, scale = reference.quantize(x) if is_quantized else (x.half(), None)
     rows = Rows(values, scale, index.int())
     width = stack.gate_up.rows * stack.gate_up.num_shards
@@ -127,7 +138,7 @@ def _products(
     reference.gate_up(rows, stack, tiles, expected)
     ours = Rows(torch.full_like(expected.values, float("nan"), device=device))
     on_device = ExpertStack(*(_move(s, device) for s in (stack.gate_up, stack.down)))
-    moved_tiles = Tiles(tiles.table.to(device), first, tiles.num_rows, 16)
+    moved_tiles = Tiles(tiles.table.to(device), first, tiles.num_rows, height)
     grouped.gate_up(_move(rows, device), on_device, moved_tiles, ours)
     yield f"gate_up {name}", relative_error(ours.values.cpu(), expected.values)
 

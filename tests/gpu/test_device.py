@@ -30,6 +30,21 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def test_what_was_dropped_is_given_back_before_memory_is_counted(
+    fake_cuda: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    for owner, name in (
+        (torch._C, "_cuda_clearCublasWorkspaces"),
+        (torch.cuda, "empty_cache"),
+    ):
+        fake_cuda.setattr(owner, name, lambda name=name: done.append(name), raising=False)
+    counted = torch.cuda.mem_get_info
+    fake_cuda.setattr(torch.cuda, "mem_get_info", lambda d: (done.append("counted"), counted(d))[1])
+    find_gpu(0)
+    assert done == ["_cuda_clearCublasWorkspaces", "empty_cache", "counted"]
+
+
 def test_a_gpu_that_will_do(fake_cuda: pytest.MonkeyPatch) -> None:
     gpu = find_gpu(0)
     assert (gpu.name, gpu.available_bytes) == ("NVIDIA GeForce RTX 3090", 20 * 2**30)

@@ -82,7 +82,7 @@ async def ask(
         )
         async for chunk in stream:
             for choice in chunk.choices:
-                # The text of the first tokens may be empty: half a character, say.
+                # The gateway sends its first chunk, the role's, with the first token.
                 answer.has_begun.set()
                 answer.finish_reason = choice.finish_reason or answer.finish_reason
             if chunk.usage:

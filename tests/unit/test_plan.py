@@ -64,6 +64,9 @@ def test_prompts(deepseek: Footprint) -> None:
     assert short.seconds == pytest.approx(short.transfer_seconds + 0.065 * short.compute_seconds)
     long = prompt_time(deepseek, MACHINE, 65536)
     assert long.seconds > long.compute_seconds > long.transfer_seconds
+    # 64 rows per expert are multiplied as they lie, more are expanded before, 2 TB at 690 GB/s.
+    more = prompt_time(deepseek, MACHINE, 2049)
+    assert more.compute_seconds - short.compute_seconds == pytest.approx(2.85, rel=0.02)
     assert prompt_time(deepseek, MACHINE, 2048, num_gpus=2).seconds < 0.65 * short.seconds
     cut = prompt_time(deepseek, MACHINE, 65536, sweep_tokens=16384)
     assert cut.transfer_seconds == pytest.approx(4 * long.transfer_seconds)

@@ -103,13 +103,13 @@ def find_gpu(
         )
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(f"gpu: the package triton is missing; install it, or {remedy}")
-    _give_back()
+    give_back()
     free_bytes, _ = torch.cuda.mem_get_info(device)
     available = min(free_bytes, int(vram_gib * _GIB)) if vram_gib else free_bytes
     return Gpu(device, name, capability, available)
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Lets the driver have what torch keeps of dropped tensors.
 
     Workspaces of cuBLAS come first: they lie within blocks that were much larger, and one of 32 MiB

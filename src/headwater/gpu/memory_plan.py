@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Rows of experts' outputs that are kept at once.
 MAX_ROWS = 16384
+# Experts with more rows than this, on average, are expanded to FP16 once.
+EXPANDED_ABOVE = 64
 # Tokens that go through norms, gates and dense networks at once.
 SLICE_TOKENS = 4096
 # Elements of queries, or of keys, of the heads whose attention is computed at once.

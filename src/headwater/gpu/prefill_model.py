@@ -46,7 +46,7 @@ class StreamedModel:
     """A decoder-only model over `weights` on the host; `layout` and `plan` say what goes where.
 
     Activations are FP16; sweeps of `quantize_from` tokens or more round those that meet FP8 experts
-    to E4M3, which some cards multiply twice as fast; with 0 none does.
+    to E4M3, for cards that multiply it much faster than FP16; with 0 none does.
 
     With an `exchange` it is one of several ranks that compute every prompt together, each a stripe
     of its tokens and a run of every layer's experts, which `layout` must have been made for. All

@@ -73,7 +73,7 @@ def route(
 ) -> Routing:
     """Sorts the choices of int64 `experts` [T, k]; those of `owned` come in groups of so many.
 
-    `is_quantized` says whether their rows will be E4M3, which has tiles of its own.
+    `is_quantized` says whether their rows may be E4M3, which has tiles of its own.
     """
     num_tokens, choices = experts.shape
     # Other ranks' experts sort behind all of ours.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headwater.gpu.memory_plan import EXPANDED_ABOVE
+
 if TYPE_CHECKING:
     from headwater.plan.footprint import Footprint
     from headwater.plan.machine import Gpu, Machine
@@ -80,9 +82,11 @@ def prompt_time(
     per_token = model.token_flops / _products_rate(gpu, is_quantized=is_quantized)
     attention = pairs / (_ATTENTION_SHARE * gpu.bf16_tflop_per_s * _TERA)
     compute = (tokens * per_token + attention) / num_gpus
-    expanded = (model.expert_bytes + 2 * model.expert_elements) / num_gpus
-    expanding = expanded / (_EXPAND_SHARE * gpu.memory_gb_per_s * _GIGA)
-    compute += sweeps * (model.num_layers * _SWEEP_LAYER_SECONDS + expanding)
+    compute += sweeps * model.num_layers * _SWEEP_LAYER_SECONDS
+    rows = min(tokens, sweep_tokens) * model.experts_per_token / max(1, model.num_experts)
+    if rows > EXPANDED_ABOVE and not is_quantized:
+        expanded = (model.expert_bytes + 2 * model.expert_elements) / num_gpus
+        compute += sweeps * expanded / (_EXPAND_SHARE * gpu.memory_gb_per_s * _GIGA)
     longer, shorter = max(transfer, compute), min(transfer, compute)
     return PromptTime(longer + _OVERLAP_LOSS * shorter + exchanged, transfer, compute)
 

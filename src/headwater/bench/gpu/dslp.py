@@ -29,6 +29,7 @@ from headwater.gpu.device import find_gpu
 from headwater.gpu.exchange import Exchange
 from headwater.gpu.peers import Peers
 from headwater.gpu.portion import portion_of
+from headwater.gpu.precision import ROUNDED
 from headwater.gpu.prefill_session import PrefillSession
 from headwater.model.layer_spec import MoeFfnSpec
 
@@ -241,9 +242,7 @@ def _exchange_times(
     """
     portion = portion_of(batch_of(spec, length), exchange.rank, exchange.world_size)
     device = session.model.device
-    mine = torch.zeros(
-        len(portion.positions), spec.hidden_size, dtype=torch.bfloat16, device=device
-    )
+    mine = torch.zeros(len(portion.positions), spec.hidden_size, dtype=ROUNDED, device=device)
     partial = torch.zeros(length, spec.hidden_size, device=device)
     best = [float("inf")] * 2
     before = exchange.sent_bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import statistics
 import time
@@ -15,7 +14,7 @@ import torch
 from headwater.bench.gpu.random_model import RandomModel
 from headwater.bench.gpu.slp import FP8
 from headwater.bench.timing import ReadProbe
-from headwater.gpu.device import find_gpu
+from headwater.gpu.device import find_gpu, give_back
 from headwater.gpu.dual_batch import DualBatchPolicy, micro_batches
 from headwater.gpu.hybrid_decoder import HybridDecoder
 from headwater.gpu.lane import Lane
@@ -132,8 +131,7 @@ def bench_dual(cases: Mapping[Shape, Sequence[tuple[int, int]]]) -> Iterator[dic
                 } | _compare_ways(decoder, rows, context)
                 # Its steps know it, so that it goes when it is looked for.
                 del decoder
-                gc.collect()
-                torch.cuda.empty_cache()
+                give_back()
 
 
 def hand_over(

@@ -92,7 +92,7 @@ def _measure(
     }
     for name, (operations, run) in products.items():
         # Activations' scales are as wide as a tile of gate and up.
-        if name == "gate_up" and config.block_n != FP8_BLOCK:
+        if is_quantized and name == "gate_up" and config.block_n != FP8_BLOCK:
             continue
         try:
             figures[f"{name}_tflop_per_s"] = operations / _seconds(run) / 1e12

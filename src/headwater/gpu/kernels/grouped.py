@@ -3,9 +3,9 @@
 A program owns one tile: `block_n` weight rows of one expert and shard by up to `block_m` of its
 tokens. Weights are the left operand, tokens the right one, so that few tokens still fill a tensor
 core's tile and codes of any format are expanded in registers, unless that has been done before
-(expansion.py). Each group of columns that shares a
-scale is summed in the tensor cores and then scaled into FP32 sums, which also bounds the rounding
-of the tensor cores' own FP8 sums (DeepSeek-V3 technical report, section 3.3.2).
+(expansion.py). Each group of columns that shares a scale is summed in the tensor cores and then
+scaled into FP32 sums, which also bounds the rounding of the tensor cores' own FP8 sums (DeepSeek-V3
+technical report, section 3.3.2).
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -21,11 +21,12 @@ from torch import Tensor
 from headwater.gpu.kernels.experts import ExpertStack, Rows, Stack, Tiles
 from headwater.gpu.kernels.table import TileConfig, capability_of, shapes_for
 from headwater.gpu.kernels.weights import format_on, group_columns, weight_scale, weight_tile
-from headwater.gpu.precision import ACTIVATED_SCALE
+from headwater.gpu.precision import ACTIVATED_SCALE, GREATEST
 
 # The interpreter multiplies the bits of BF16 as if they were integers (Triton 3.6), so its products
 # are FP32; on a GPU this is never the case.
 _IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_GREATEST = tl.constexpr(GREATEST)
 _PRODUCTS = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float16: tl.float16,
@@ -146,7 +147,7 @@ def _grouped(
         total = total / (1.0 + tl.exp(-total)) * total_up
     total *= factor
     if out.dtype.element_ty == tl.float16:
-        total = tl.clamp(total, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        total = tl.clamp(total, -_GREATEST, _GREATEST, propagate_nan=tl.PropagateNan.ALL)
     target = (token - first_row).to(tl.int64)
     place = target[None, :] * out_width + (shard * rows + row)[:, None]
     mask = is_token[None, :] & (row < rows)[:, None]

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from headwater.gpu.kernels.experts import FP8_BLOCK, ExpertStack, Stack
-from headwater.gpu.precision import ACTIVATED_SCALE, GREATEST
+from headwater.gpu.precision import ACTIVATED_SCALE, brought_near
 from headwater.model.expand import rows_of
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ def gate_up(x: Rows, stack: ExpertStack, tiles: Tiles, out: Rows) -> None:
             pieces.append(functional.silu(gate) * up)
         target = slice(first - tiles.first_row, stop - tiles.first_row)
         if out.scale is None:
-            scaled = torch.cat(pieces, dim=1) * ACTIVATED_SCALE
-            out.values[target] = scaled.clamp_(-GREATEST, GREATEST).to(out.values.dtype)
+            out.values[target] = brought_near(torch.cat(pieces, dim=1)).to(out.values.dtype)
         else:
             quantized = [quantize(piece) for piece in pieces]
             out.values[target] = torch.cat([values for values, _ in quantized], dim=1)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headwater.gpu.memory_plan import EXPANDED_ABOVE
+
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
@@ -24,7 +26,7 @@ HEIGHTS = (16, 32, 64, 128)
 """Tokens per tile."""
 MOST_QUANTIZED = 64
 """Tokens per tile of activations in E4M3."""
-EXPANDED_FROM = 128
+EXPANDED_FROM = next(height for height in HEIGHTS if height > EXPANDED_ABOVE)
 """Tiles so high multiply weights that were expanded to FP16 before; see expansion.py."""
 
 
