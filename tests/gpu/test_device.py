@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -38,9 +39,14 @@ def test_what_was_dropped_is_given_back_before_memory_is_counted(
         (torch._C, "_cuda_clearCublasWorkspaces"),
         (torch.cuda, "empty_cache"),
     ):
-        fake_cuda.setattr(owner, name, lambda name=name: done.append(name), raising=False)
-    counted = torch.cuda.mem_get_info
-    fake_cuda.setattr(torch.cuda, "mem_get_info", lambda d: (done.append("counted"), counted(d))[1])
+        fake_cuda.setattr(owner, name, functools.partial(done.append, name), raising=False)
+    found = torch.cuda.mem_get_info("cuda:0")
+
+    def counted(_: object) -> tuple[int, int]:
+        done.append("counted")
+        return found
+
+    fake_cuda.setattr(torch.cuda, "mem_get_info", counted)
     find_gpu(0)
     assert done == ["_cuda_clearCublasWorkspaces", "empty_cache", "counted"]
 
