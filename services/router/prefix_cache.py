@@ -59,6 +59,8 @@ class PrefixCache:
                     logger.info("the prefix cache cannot be followed: %s", failure.details())
                 if block_tokens:
                     yield block_tokens, KvEventBatch(True, ())
+                    # Told once: a process that starts refuses until it is ready.
+                    block_tokens = 0
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def flush(self, patience_seconds: float) -> tuple[int, int]:
