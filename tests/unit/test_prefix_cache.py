@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import grpc
 
+from headwater.rpc.interceptor import Context
 from headwater.rpc.link import PLAIN
 from headwater.services.router.prefix_cache import PrefixCache
 from headwater.v1 import memory_service_pb2 as pb
@@ -21,7 +22,7 @@ class _Decode(memory_service_pb2_grpc.MemoryServiceServicer):
         self.num_calls = 0
 
     async def WatchKvEvents(
-        self, request: pb.WatchKvEventsRequest, context: grpc.aio.ServicerContext
+        self, request: pb.WatchKvEventsRequest, context: Context
     ) -> AsyncIterator[pb.WatchKvEventsResponse]:
         self.num_calls += 1
         if self.num_calls % 3 == 1:
