@@ -76,7 +76,13 @@ def hybrid(arguments: argparse.Namespace) -> None:
     from headwater.bench.gpu.hybrid import Shape, bench_hybrid
 
     shape = Shape(arguments.shape, layers=arguments.layers, distinct=arguments.distinct)
-    rows = bench_hybrid(shape, arguments.batches, arguments.context, arguments.spare_cpus)
+    rows = bench_hybrid(
+        shape,
+        arguments.batches,
+        arguments.context,
+        arguments.spare_cpus,
+        in_huge_pages=not arguments.small_pages,
+    )
     show_all(rows, arguments.json)
 
 
@@ -193,6 +199,7 @@ def main() -> None:
     command.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     command.add_argument("--context", type=int, default=2048)
     command.add_argument("--spare-cpus", type=int, default=0, help="CPUs that decode leaves")
+    command.add_argument("--small-pages", action="store_true", help="of a memfd, as the kernel is")
     command.add_argument("--json")
     command = commands.add_parser("dual", help=dual.__doc__)
     command.set_defaults(run=dual)

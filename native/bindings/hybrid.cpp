@@ -21,15 +21,17 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 std::unique_ptr<ExpertWorker> make_worker(WorkerPool& pool,
                                           const std::vector<const MoeLayer*>& layers,
-                                          const std::vector<std::array<std::uintptr_t, 6>>& lanes) {
+                                          const std::vector<std::array<std::uintptr_t, 8>>& lanes) {
     std::vector<ExpertWorker::Lane> found;
-    for (const auto& [posted, done, x, experts, weights, output] : lanes) {
+    for (const auto& [posted, done, x, experts, weights, output, predicted, predictions] : lanes) {
         found.push_back({.posted = address<std::uint64_t>(posted),
                          .done = address<std::uint64_t>(done),
                          .x = address<const float>(x),
                          .experts = address<const std::int32_t>(experts),
                          .weights = address<const float>(weights),
-                         .output = address<float>(output)});
+                         .output = address<float>(output),
+                         .predicted = address<std::uint64_t>(predicted),
+                         .predictions = address<const std::int32_t>(predictions)});
     }
     return std::make_unique<ExpertWorker>(pool, layers, std::move(found));
 }
@@ -56,6 +58,9 @@ void bind_hybrid(py::module_& m) {
                                       [](const py::object&) { return ExpertWorker::kLayerBits; })
         .def_property_readonly("busy_ns", &ExpertWorker::busy_ns)
         .def_property_readonly("num_answered", &ExpertWorker::num_answered)
+        .def_property_readonly("fetched_bytes", &ExpertWorker::fetched_bytes)
+        .def_property_readonly("num_predicted", &ExpertWorker::num_predicted)
+        .def_property_readonly("num_right", &ExpertWorker::num_right)
         .def("open", &ExpertWorker::open, py::arg("lane"), py::arg("num_tokens"), NoGil())
         .def("close", &ExpertWorker::close, py::arg("lane"), NoGil());
 }

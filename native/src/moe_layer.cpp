@@ -65,6 +65,12 @@ std::int64_t MoeLayer::expert_bytes() const noexcept {
            (stored_bytes(weights.gate) + stored_bytes(weights.up) + stored_bytes(weights.down));
 }
 
+std::int64_t MoeLayer::gate_up_rows(std::int64_t num_active) const noexcept {
+    return rows_per_task(intermediate_, 2 * packed_bytes(shards_[0][0].gate.format, hidden_),
+                         num_active * static_cast<std::int64_t>(shards_.size()),
+                         pool_.num_threads(), kTasksPerThread);
+}
+
 void MoeLayer::run(const MoeBatch& batch) const {
     if (batch.num_tokens == 0) {
         return;

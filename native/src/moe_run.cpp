@@ -27,8 +27,7 @@ MoeRun::MoeRun(const MoeLayer& layer, const MoeBatch& batch)
 
     const ExpertWeights& weights = layer_.shards_[0][0];
     const std::int64_t num_items = num_active_ * num_shards_;
-    gate_up_rows_ = rows_per_task(intermediate_, 2 * packed_bytes(weights.gate.format, hidden_),
-                                  num_items, pool_.num_threads(), kTasksPerThread);
+    gate_up_rows_ = layer_.gate_up_rows(num_active_);
     gate_up_slices_ = ceil_div(intermediate_, gate_up_rows_);
     down_rows_ = rows_per_task(hidden_, packed_bytes(weights.down.format, intermediate_), num_items,
                                pool_.num_threads(), kLastTasksPerThread);
@@ -52,6 +51,7 @@ void MoeRun::lay_out(Carver& carver) {
     activated_ = carver.take<float>(num_shards_ * num_pairs_ * intermediate_);
     partial_ = carver.take<float>(num_shards_ * num_pairs_ * hidden_);
     progress_ = carver.take<Progress>(num_shards_ * most_active);
+    is_taken_ = carver.take<std::atomic<bool>>(pool_.num_threads());
     slices_ = carver.take<Counter>(ceil_div(hidden_, kRowUnit));
     next_gate_up_ = carver.take<Counter>(num_shards_);
     next_down_ = carver.take<Counter>(num_shards_);
@@ -65,15 +65,17 @@ void MoeRun::sort_pairs() {
     for (std::int64_t pair = 0; pair < num_pairs_; ++pair) {
         ++counts_[batch_.experts[pair]];
     }
-    std::int64_t place = 0;
     for (std::int64_t expert = 0; expert < num_experts; ++expert) {
-        const std::int64_t num_pairs = counts_[expert];
-        if (num_pairs > 0) {
-            active_[num_active_++] = {expert, place, num_pairs};
-            most_pairs_ = std::max(most_pairs_, num_pairs);
+        if (counts_[expert] > 0) {
+            active_[num_active_++] = {expert, 0, counts_[expert]};
+            most_pairs_ = std::max(most_pairs_, counts_[expert]);
         }
-        counts_[expert] = place;
-        place += num_pairs;
+    }
+    bring_to_front(batch_.first);
+    std::int64_t place = 0;
+    for (std::int64_t i = 0; i < num_active_; ++i) {
+        active_[i].first_place = counts_[active_[i].expert] = place;
+        place += active_[i].num_pairs;
     }
     for (std::int64_t pair = 0; pair < num_pairs_; ++pair) {
         const std::int64_t at = counts_[batch_.experts[pair]]++;
@@ -85,7 +87,21 @@ void MoeRun::sort_pairs() {
     }
 }
 
+void MoeRun::bring_to_front(std::span<const std::int32_t> experts) {
+    Active* front = active_;
+    Active* const end = active_ + num_active_;
+    for (const std::int32_t expert : experts) {
+        Active* found = std::find_if(front, end, [&](const Active& a) { return a.expert == expert; });
+        if (found != end) {
+            std::rotate(front++, found, found + 1);
+        }
+    }
+}
+
 void MoeRun::start_counters() {
+    for (int worker = 0; worker < pool_.num_threads(); ++worker) {
+        new (&is_taken_[worker]) std::atomic<bool>{false};
+    }
     for (std::int64_t i = 0; i < num_shards_ * num_active_; ++i) {
         new (&progress_[i]) Progress{gate_up_slices_, false};
     }
@@ -116,29 +132,47 @@ void MoeRun::operator()(int worker) noexcept {
     prepare_tokens();
     // Its own shard first, then whatever others have left.
     const int home = pool_.shard_of(worker, static_cast<int>(num_shards_));
-    for (std::int64_t i = 0; i < num_shards_; ++i) {
-        run_tasks((home + i) % num_shards_, scratch);
+    run_tasks(home, take_own(worker, home), scratch);
+    for (std::int64_t i = 1; i < num_shards_; ++i) {
+        const std::int64_t shard = (home + i) % num_shards_;
+        run_tasks(shard, take_gate_up(shard), scratch);
+    }
+}
+
+// Each worker begins with a task of its own, whose weights it may have fetched (ExpertFetch).
+std::int64_t MoeRun::take_own(int worker, std::int64_t shard) noexcept {
+    const std::int64_t task = worker - team_of(shard).first;
+    const bool is_free = !is_taken_[worker].exchange(true);
+    return is_free && task < num_gate_up() ? task : take_gate_up(shard);
+}
+
+std::int64_t MoeRun::take_gate_up(std::int64_t shard) noexcept {
+    const WorkerPool::Team team = team_of(shard);
+    while (true) {
+        const std::int64_t task = next_gate_up_[shard].value.fetch_add(1);
+        if (task >= team.size || !is_taken_[team.first + task].exchange(true)) {
+            return task;
+        }
     }
 }
 
 // A task is taken while the one before it is under way, which can then fetch what it begins with.
-void MoeRun::run_tasks(std::int64_t shard, const Scratch& scratch) noexcept {
-    const std::int64_t num_gate_up = num_active_ * gate_up_slices_;
+void MoeRun::run_tasks(std::int64_t shard, std::int64_t gate_up, const Scratch& scratch) noexcept {
     const std::int64_t num_down = num_active_ * down_slices_;
-    const auto take = [shard](Counter* counters) { return counters[shard].value.fetch_add(1); };
-    std::int64_t gate_up = take(next_gate_up_);
-    std::int64_t down = gate_up < num_gate_up ? num_down : take(next_down_);
-    while (gate_up < num_gate_up) {
-        const std::int64_t next = take(next_gate_up_);
-        if (next >= num_gate_up) {
-            down = take(next_down_);
+    const auto take_down = [&] { return next_down_[shard].value.fetch_add(1); };
+    std::int64_t down = gate_up < num_gate_up() ? num_down : take_down();
+    while (gate_up < num_gate_up()) {
+        const std::int64_t next = take_gate_up(shard);
+        if (next >= num_gate_up()) {
+            down = take_down();
         }
         run_gate_up(shard, gate_up,
-                    next < num_gate_up ? gate_data(shard, next) : down_data(shard, down), scratch);
+                    next < num_gate_up() ? gate_data(shard, next) : down_data(shard, down),
+                    scratch);
         gate_up = next;
     }
     while (down < num_down) {
-        const std::int64_t next = take(next_down_);
+        const std::int64_t next = take_down();
         run_down(shard, down, down_data(shard, next), scratch);
         down = next;
     }

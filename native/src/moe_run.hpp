@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <span>
 
 #include "headwater/moe_layer.hpp"
 #include "task_cut.hpp"
@@ -42,11 +43,15 @@ class MoeRun {
     };
 
     void sort_pairs();
+    void bring_to_front(std::span<const std::int32_t> experts);
     void lay_out(Carver& carver);
     void start_counters();
     Scratch scratch_of(Carver& carver) const;
     void prepare_tokens() noexcept;
-    void run_tasks(std::int64_t shard, const Scratch& scratch) noexcept;
+    std::int64_t take_own(int worker, std::int64_t shard) noexcept;
+    std::int64_t take_gate_up(std::int64_t shard) noexcept;
+    // From a task of gate and up on that has been taken.
+    void run_tasks(std::int64_t shard, std::int64_t gate_up, const Scratch& scratch) noexcept;
     // `next`: where the weights begin that this thread will read afterwards, or null.
     void run_gate_up(std::int64_t shard, std::int64_t task, const std::byte* next,
                      const Scratch& scratch) noexcept;
@@ -58,6 +63,10 @@ class MoeRun {
     const std::byte* down_data(std::int64_t shard, std::int64_t task) const;
     void add_experts(std::int64_t begin, std::int64_t end, const Scratch& scratch) noexcept;
 
+    std::int64_t num_gate_up() const noexcept { return num_active_ * gate_up_slices_; }
+    WorkerPool::Team team_of(std::int64_t shard) const noexcept {
+        return pool_.team_of(static_cast<int>(shard), static_cast<int>(num_shards_));
+    }
     Progress& progress(std::int64_t shard, std::int64_t active) {
         return progress_[shard * num_active_ + active];
     }
@@ -98,6 +107,8 @@ class MoeRun {
     float* activated_;
     float* partial_;
     Progress* progress_;
+    // Per worker: whether somebody has taken its first task.
+    std::atomic<bool>* is_taken_;
     // Shards' tasks of down that are left, per slice.
     Counter* slices_;
     // Per shard: the next task.

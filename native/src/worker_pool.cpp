@@ -161,7 +161,8 @@ void WorkerPool::await_helpers() noexcept {
 void WorkerPool::await_job(std::uint32_t seen) noexcept {
     const auto start = std::chrono::steady_clock::now();
     for (int round = 1; latest_job_.load() == seen; ++round) {
-        if (round % 64 != 0 || std::chrono::steady_clock::now() - start < spin_) {
+        if (round % 64 != 0 || std::chrono::steady_clock::now() - start < spin_ ||
+            (is_kept_awake_.load(std::memory_order_relaxed) && spin_.count() > 0)) {
             _mm_pause();
             continue;
         }

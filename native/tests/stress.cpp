@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "headwater/linear_layer.hpp"
@@ -36,7 +37,8 @@ void require_equal(const std::vector<float>& got, const std::vector<float>& expe
 
 std::vector<float> run_moe(WorkerPool& pool, const Kernels& kernels, const Stack& gate_up,
                            const Stack& down, const std::vector<float>& x,
-                           const std::vector<std::int32_t>& experts, int num_shards) {
+                           const std::vector<std::int32_t>& experts, int num_shards,
+                           std::span<const std::int32_t> first = {}) {
     const MoeLayer layer(pool, kernels,
                          stacked_experts(gate_up.matrix, down.matrix, kExperts, num_shards),
                          {.experts_per_token = kPerToken});
@@ -50,7 +52,8 @@ std::vector<float> run_moe(WorkerPool& pool, const Kernels& kernels, const Stack
                    .weights = weights.data(),
                    .output = output.data(),
                    .output_stride = kHidden,
-                   .mode = mode});
+                   .mode = mode,
+                   .first = first});
     }
     return output;
 }
@@ -82,8 +85,10 @@ void stress(const Kernels& kernels, const Kind& kind, WorkerPool& alone,
         const auto moe = run_moe(alone, kernels, gate_up, down, x, experts, num_shards);
         const auto product = run_linear(alone, kernels, gate_up, x);
         for (WorkerPool* pool : pools) {
-            require_equal(run_moe(*pool, kernels, gate_up, down, x, experts, num_shards), moe,
-                          "experts", kernels, pool->num_threads());
+            // Some of them are chosen, and they come first.
+            const std::int32_t first[] = {4, 0, 5};
+            require_equal(run_moe(*pool, kernels, gate_up, down, x, experts, num_shards, first),
+                          moe, "experts", kernels, pool->num_threads());
             require_equal(run_linear(*pool, kernels, gate_up, x), product, "linear", kernels,
                           pool->num_threads());
         }
@@ -98,6 +103,7 @@ int main() {
     WorkerPool two({.num_threads = 2});
     WorkerPool sleepy({.num_threads = 3, .spin = std::chrono::microseconds(0)});
     WorkerPool many({.num_threads = 9, .spin = std::chrono::microseconds(20)});
+    two.keep_awake(true);
     std::vector<WorkerPool*> pools = {&two, &sleepy, &many};
     for (const Isa isa : supported_isas()) {
         for (const Kind& kind : kKinds) {

@@ -88,6 +88,8 @@ def cases(device: torch.device) -> Iterator[tuple[str, float]]:
     for kind in ("softmax", "sigmoid_bias_group"):
         for tokens in (1, 9):
             yield f"choose {kind} {tokens}", _chosen(kind, tokens, generator, device)
+        for tokens in (1, 3):
+            _predict(kind, tokens, generator, device)
     for name, cache in CACHES.items():
         yield f"attend {name}", _attended(cache, generator, device)
     yield "values", _values(generator, device)
@@ -256,7 +258,8 @@ def _values(generator: torch.Generator, device: torch.device) -> float:
     return max(0.0, relative_error(ours, expected) - 1e-3)
 
 
-def _chosen(kind: str, tokens: int, generator: torch.Generator, device: torch.device) -> float:
+def _gate(kind: str, generator: torch.Generator) -> tuple[MoeFfnSpec, Tensor, Tensor | None]:
+    """40 experts, six of which are chosen: the gate [40, 24], and its bias."""
     is_sigmoid = kind == "sigmoid_bias_group"
     spec = MoeFfnSpec(
         num_experts=40,
@@ -268,9 +271,30 @@ def _chosen(kind: str, tokens: int, generator: torch.Generator, device: torch.de
         num_groups=8 if is_sigmoid else 1,
         groups_per_token=3 if is_sigmoid else 1,
     )
-    normal = torch.randn(tokens, 24, generator=generator)
     gate = torch.randn(40, 24, generator=generator) / 5
-    bias = torch.randn(40, generator=generator) / 10 if is_sigmoid else None
+    return spec, gate, torch.randn(40, generator=generator) / 10 if is_sigmoid else None
+
+
+def _predict(kind: str, tokens: int, generator: torch.Generator, device: torch.device) -> None:
+    spec, gate, bias = _gate(kind, generator)
+    hidden = 3 * torch.randn(tokens, 24, generator=generator)
+    norm = Norm(1 + torch.randn(24, generator=generator) / 5, 1e-6)
+    lane = Lane(tokens, 24, 6, device)
+    moved = Norm(norm.weight.to(device), norm.eps)
+    on_device = None if bias is None else bias.to(device)
+    gating.predict(
+        spec, hidden.to(device), moved, gate.to(device), on_device, lane, 0, is_posted=False
+    )
+    expected, _ = choose_experts(spec, norm(hidden) @ gate.t(), bias)
+    # What the step itself uses is left alone.
+    assert torch.equal(lane.predictions.cpu(), expected.int()), "other experts"
+    assert not bool(lane.predicted_arrivals.any()), "not ready for the next layer"
+    assert not any(bool(part.any()) for part in (lane.x, lane.experts, lane.weights, lane.count))
+
+
+def _chosen(kind: str, tokens: int, generator: torch.Generator, device: torch.device) -> float:
+    spec, gate, bias = _gate(kind, generator)
+    normal = torch.randn(tokens, 24, generator=generator)
     on_device = None if bias is None else bias.to(device)
     lane = Lane(tokens, 24, 6, device)
     moved = normal.to(device)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from headwater.errors import InternalError
+from headwater.gpu import hybrid_decoder
 from headwater.gpu.hybrid_decoder import HybridDecoder, MicroBatch
 from headwater.gpu.lane import Lane
-from headwater.gpu.mailbox import ExpertWorker, Pending, StoredExperts, add_and_norm, ask
+from headwater.gpu.mailbox import ExpertWorker, Pending, StoredExperts, add_and_norm, ask, predict
 from headwater.gpu.resident import Norm
 from headwater.kernels import WorkerPool
 from headwater.model.batch import SequenceChunk
@@ -93,6 +96,83 @@ def test_the_worker_answers_whichever_lane_asks(tmp_path: Path, shm_prefix: str)
             assert relative_error(found, moe(normal)) < 5e-3
         assert worker.num_answered == 20
         assert worker.busy_seconds > 0
+
+
+def test_predictions_change_nothing_but_what_is_read_ahead(
+    tmp_path: Path, shm_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right ones, wrong ones and none: the same states to the last bit."""
+    with tiny_weights(tmp_path, shm_prefix, "deepseek_v3", "fp8", 2) as (spec, weights):
+        tokens = torch.tensor([3, 5])
+        parts, found = [MicroBatch(0, 0, 2)], []
+        wrong = torch.arange(spec.vocab_size)[None]
+        ways: tuple[Callable[..., None], ...] = (
+            predict,
+            lambda lane, layer, spec, hidden, *_: _post_prediction(
+                lane, layer, wrong[:, : lane.predictions.shape[1]], 1
+            ),
+            lambda *_: None,
+        )
+        for way in ways:
+            monkeypatch.setattr(hybrid_decoder, "predict", way)
+            decoder = HybridDecoder(spec, weights, WorkerPool(2), CPU, max_rows=2, max_context=32)
+            for position in range(4):
+                hidden, _ = decoder.step(parts, tokens + position, torch.full((2,), position))
+            found.append(hidden)
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+
+
+def test_experts_are_read_ahead_until_the_question_comes(tmp_path: Path, shm_prefix: str) -> None:
+    with tiny_weights(tmp_path, shm_prefix, "mixtral", "bf16") as (spec, weights):
+        ffn = spec.layers[0].ffn
+        assert isinstance(ffn, MoeFfnSpec)
+        # Alone: of several workers one may come too late for its part.
+        pool = WorkerPool(1)
+        layers = [StoredExperts(weights, i, ffn, pool) for i in (0, 1)]
+        lane = Lane(1, spec.hidden_size, 2, CPU)
+        worker = ExpertWorker(pool, layers, [lane])
+        worker.open(0, 1)
+        for turn, (predicted, chosen) in enumerate((((1, 0), (1, 2)), ((3, 0), (0, 1)))):
+            _post_prediction(lane, turn, torch.tensor([predicted]), 1)
+            _until(lambda count=turn + 1: worker.num_predicted == count)  # type: ignore[misc]
+            # Gate and up of both experts: all that there is, as they are small.
+            gate_and_up = 2 * ffn.intermediate_size * spec.hidden_size * 2
+            assert worker.fetched_bytes == (turn + 1) * 2 * gate_and_up
+            lane.experts.copy_(torch.tensor([chosen]))
+            lane.count += 1
+            lane.posted.copy_(lane.count << ExpertWorker.LAYER_BITS | turn)
+            add_and_norm(torch.zeros(1, spec.hidden_size), Pending(None, lane, turn), None)
+            # Of the likeliest experts, 1 was asked for and 3 was not.
+            assert worker.num_right == 1
+        # A prediction for a question that was answered is late.
+        _post_prediction(lane, 0, torch.tensor([[1, 0]]), 0)
+        lane.count += 1
+        lane.posted.copy_(lane.count << ExpertWorker.LAYER_BITS)
+        add_and_norm(torch.zeros(1, spec.hidden_size), Pending(None, lane, 0), None)
+        assert (worker.num_predicted, worker.num_right) == (2, 1)
+        _post_prediction(lane, 0, torch.tensor([[1, 99]]), 1)
+        with pytest.raises(InternalError, match="expert worker: expert 99 of"):
+            _until(lambda: _closes(worker))
+
+
+def _post_prediction(lane: Lane, layer: int, experts: torch.Tensor, ahead: int) -> None:
+    """As `predict` does, for the question that is so many ahead."""
+    lane.predictions.copy_(experts.expand_as(lane.predictions))
+    lane.predicted.copy_((lane.count + ahead) << ExpertWorker.LAYER_BITS | layer)
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+
+
+def _closes(worker: ExpertWorker) -> bool:
+    """Closes the lane and opens it again: never content, but problems are raised."""
+    worker.close(0)
+    worker.open(0, 1)
+    return False
 
 
 def test_a_wrong_request_is_answered_and_reported(tmp_path: Path, shm_prefix: str) -> None:

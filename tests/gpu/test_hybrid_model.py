@@ -110,6 +110,8 @@ def test_rows_and_pages_agree_with_the_cpu(
         assert errors[int(0.7 * len(errors))] < 2e-2
         assert hybrid.num_device_steps == STEPS
         assert hybrid.pulled_bytes > 0
+        assert hybrid.num_right <= hybrid.num_predicted
+        assert (hybrid.fetched_bytes > 0) == (hybrid.num_predicted > 0)
         is_mla = spec.kv.kind is KvKind.MLA
         for i, count in enumerate(computed):
             pairs = [written(p, BLOCKS[i], count, is_mla).float() for p in (mine, theirs)]

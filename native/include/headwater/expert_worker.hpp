@@ -4,6 +4,9 @@
 // thread finds the ticket by looking again and again, computes the layer on the worker pool, writes
 // the outputs and then the same ticket back. Nobody is called and nothing is queued, so a layer's
 // hand-over takes the time of a few writes over the bus.
+//
+// While nobody asks, memory would be idle. So the GPU may say beforehand which experts it will
+// probably ask for, and the pool then reads their weights into the caches until it does ask.
 #pragma once
 
 #include <atomic>
@@ -11,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -35,6 +39,10 @@ class ExpertWorker {
         const std::int32_t* experts;
         const float* weights;
         float* output;
+        // The ticket that will be posted, and the experts that will probably be asked for with it,
+        // INT32 [tokens, experts per token], each token's likeliest first.
+        std::uint64_t* predicted;
+        const std::int32_t* predictions;
     };
 
     // Layers are numbered as in `layers`; all have the same sizes.
@@ -55,17 +63,36 @@ class ExpertWorker {
     std::int64_t num_answered() const noexcept {
         return num_answered_.load(std::memory_order_relaxed);
     }
+    // Bytes read ahead, for how many tickets, and for how many of them the likeliest expert was
+    // then asked for.
+    std::int64_t fetched_bytes() const noexcept {
+        return fetched_bytes_.load(std::memory_order_relaxed);
+    }
+    std::int64_t num_predicted() const noexcept {
+        return num_predicted_.load(std::memory_order_relaxed);
+    }
+    std::int64_t num_right() const noexcept { return num_right_.load(std::memory_order_relaxed); }
 
   private:
     struct State {
         std::atomic<std::int64_t> num_tokens = 0;
         std::uint64_t answered = 0;
+        // The ticket for which `fetched` was read ahead.
+        std::uint64_t prepared = 0;
+        std::vector<std::int32_t> fetched;
     };
 
     void work();
     bool look_at(std::size_t lane);
-    void answer(const Lane& lane, std::uint64_t ticket, std::int64_t num_tokens);
-    std::string problem_of(const Lane& lane, std::uint64_t ticket, std::int64_t num_tokens) const;
+    void answer(std::size_t lane, std::uint64_t ticket, std::int64_t num_tokens);
+    // Reads ahead for the lane, if there is a new prediction, until somebody asks.
+    bool prepare(std::size_t lane);
+    // Whether there is something else to do than to read ahead.
+    bool is_wanted() const noexcept;
+    // Of a lane with so many tokens.
+    std::size_t num_choices(std::int64_t num_tokens) const;
+    std::string problem_of(std::uint64_t ticket, std::span<const std::int32_t> experts) const;
+    void report(std::string problem);
 
     WorkerPool& pool_;
     const std::vector<const MoeLayer*> layers_;
@@ -75,6 +102,9 @@ class ExpertWorker {
     std::atomic<bool> is_stopping_ = false;
     std::atomic<std::int64_t> busy_ns_ = 0;
     std::atomic<std::int64_t> num_answered_ = 0;
+    std::atomic<std::int64_t> fetched_bytes_ = 0;
+    std::atomic<std::int64_t> num_predicted_ = 0;
+    std::atomic<std::int64_t> num_right_ = 0;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::string problem_;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "headwater/kernels.hpp"
@@ -35,6 +36,8 @@ struct MoeBatch {
     float* output;
     std::int64_t output_stride;
     Mode mode;
+    // Experts to begin with, in this order, if they are chosen: those whose weights are in caches.
+    std::span<const std::int32_t> first = {};
 };
 
 class MoeLayer {
@@ -56,6 +59,9 @@ class MoeLayer {
     int experts_per_token() const noexcept { return options_.experts_per_token; }
     // Bytes of weights that one expert's products read.
     std::int64_t expert_bytes() const noexcept;
+    const std::vector<std::vector<ExpertWeights>>& shards() const noexcept { return shards_; }
+    // Rows of gate, and as many of up, in a task of a call that needs so many experts.
+    std::int64_t gate_up_rows(std::int64_t num_active) const noexcept;
 
     // Allocates only when called with more tokens than ever before. Output and input must not lie
     // in the pool's own memory.

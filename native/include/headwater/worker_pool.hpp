@@ -64,6 +64,18 @@ class WorkerPool {
     int shard_of(int worker, int num_shards) const noexcept {
         return worker * num_shards / num_threads_;
     }
+    // The workers of a part: `size` of them from `first` on.
+    struct Team {
+        int first;
+        int size;
+    };
+    Team team_of(int shard, int num_shards) const noexcept {
+        const int first = (shard * num_threads_ + num_shards - 1) / num_shards;
+        return {first, ((shard + 1) * num_threads_ + num_shards - 1) / num_shards - first};
+    }
+    // While it is wanted, idle workers do not sleep, if they have CPUs of their own: they would have
+    // to be woken for each of many short jobs.
+    void keep_awake(bool is_wanted) noexcept { is_kept_awake_ = is_wanted; }
     // Binds the calling thread to the CPU that is kept free for it. Does nothing when not pinned.
     void pin_caller() const;
 
@@ -95,6 +107,7 @@ class WorkerPool {
     std::vector<Arena> scratch_;
     Arena shared_;
     std::atomic<bool> is_stopping_ = false;
+    std::atomic<bool> is_kept_awake_ = false;
 
     RawJob job_ = nullptr;
     void* context_ = nullptr;

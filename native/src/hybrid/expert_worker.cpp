@@ -2,10 +2,13 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <chrono>
+#include <span>
 #include <utility>
 
 #include "headwater/failure.hpp"
+#include "hybrid/expert_fetch.hpp"
 
 namespace headwater {
 
@@ -60,7 +63,9 @@ void ExpertWorker::close(int lane) {
     {
         const std::lock_guard lock(mutex_);
         if (states_[static_cast<std::size_t>(lane)].num_tokens.exchange(0) != 0) {
-            num_open_.fetch_sub(1);
+            if (num_open_.fetch_sub(1) == 1) {
+                pool_.keep_awake(false);
+            }
         }
         problem = std::exchange(problem_, {});
     }
@@ -79,12 +84,16 @@ void ExpertWorker::work() {
         // A lane that was answered last is looked at last, so that two take turns.
         std::size_t first = 0;
         while (num_open_.load(std::memory_order_relaxed) > 0 && !is_stopping_) {
-            for (std::size_t i = 0; i < lanes_.size(); ++i) {
+            bool is_busy = false;
+            for (std::size_t i = 0; i < lanes_.size() && !is_busy; ++i) {
                 const std::size_t lane = (first + i) % lanes_.size();
                 if (look_at(lane)) {
                     first = lane + 1;
-                    break;
+                    is_busy = true;
                 }
+            }
+            for (std::size_t lane = 0; lane < lanes_.size() && !is_busy; ++lane) {
+                is_busy = prepare(lane);
             }
             _mm_pause();
         }
@@ -106,46 +115,111 @@ bool ExpertWorker::look_at(std::size_t lane) {
         return false;
     }
     state.answered = ticket;
-    answer(lanes_[lane], ticket, num_tokens);
+    answer(lane, ticket, num_tokens);
     return true;
 }
 
-void ExpertWorker::answer(const Lane& lane, std::uint64_t ticket, std::int64_t num_tokens) {
+void ExpertWorker::answer(std::size_t lane, std::uint64_t ticket, std::int64_t num_tokens) {
     const auto began_at = std::chrono::steady_clock::now();
-    if (std::string problem = problem_of(lane, ticket, num_tokens); !problem.empty()) {
-        const std::lock_guard lock(mutex_);
-        problem_ = std::move(problem);
+    const Lane& memory = lanes_[lane];
+    const std::span chosen(memory.experts, num_choices(num_tokens));
+    if (std::string problem = problem_of(ticket, chosen); !problem.empty()) {
+        report(std::move(problem));
     } else {
         const MoeLayer& layer = *layers_[ticket & kLayerMask];
-        layer.run({.x = lane.x,
+        const State& state = states_[lane];
+        const std::span<const std::int32_t> fetched =
+            state.prepared == ticket ? state.fetched : std::span<const std::int32_t>();
+        // After the last layer the CPUs are for what comes then.
+        pool_.keep_awake((ticket & kLayerMask) + 1 < layers_.size());
+        layer.run({.x = memory.x,
                    .x_stride = layer.hidden_size(),
                    .num_tokens = num_tokens,
-                   .experts = lane.experts,
-                   .weights = lane.weights,
-                   .output = lane.output,
+                   .experts = memory.experts,
+                   .weights = memory.weights,
+                   .output = memory.output,
                    .output_stride = layer.hidden_size(),
-                   .mode = Mode::kDecode});
+                   .mode = Mode::kDecode,
+                   .first = fetched});
+        if (!fetched.empty() && std::ranges::count(chosen, fetched.front()) > 0) {
+            num_right_.fetch_add(1, std::memory_order_relaxed);
+        }
     }
     const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - began_at;
     busy_ns_.fetch_add(taken.count(), std::memory_order_relaxed);
     num_answered_.fetch_add(1, std::memory_order_relaxed);
-    std::atomic_ref(*lane.done).store(ticket, std::memory_order_release);
+    std::atomic_ref(*memory.done).store(ticket, std::memory_order_release);
 }
 
-std::string ExpertWorker::problem_of(const Lane& lane, std::uint64_t ticket,
-                                     std::int64_t num_tokens) const {
+bool ExpertWorker::prepare(std::size_t lane) {
+    State& state = states_[lane];
+    const std::int64_t num_tokens = state.num_tokens.load(std::memory_order_relaxed);
+    const std::uint64_t ticket =
+        std::atomic_ref(*lanes_[lane].predicted).load(std::memory_order_acquire);
+    // A prediction that comes after its question is of no use any more.
+    if (num_tokens == 0 || ticket <= state.answered || ticket == state.prepared) {
+        return false;
+    }
+    state.prepared = ticket;
+    state.fetched.clear();
+    // Every token's likeliest expert first, then every token's second.
+    const auto choices = static_cast<std::size_t>(layers_[0]->experts_per_token());
+    const std::span predictions(lanes_[lane].predictions, num_choices(num_tokens));
+    for (std::size_t choice = 0; choice < choices; ++choice) {
+        for (std::size_t at = choice; at < predictions.size(); at += choices) {
+            if (std::ranges::count(state.fetched, predictions[at]) == 0) {
+                state.fetched.push_back(predictions[at]);
+            }
+        }
+    }
+    if (std::string problem = problem_of(ticket, state.fetched); !problem.empty()) {
+        state.fetched.clear();
+        report(std::move(problem));
+        return false;
+    }
+    const ExpertFetch fetch(pool_, *layers_[ticket & kLayerMask], state.fetched);
+    auto job = [&](int worker) noexcept {
+        fetched_bytes_.fetch_add(fetch.run(worker, [this] { return is_wanted(); }),
+                                 std::memory_order_relaxed);
+    };
+    pool_.run(job);
+    num_predicted_.fetch_add(1, std::memory_order_relaxed);
+    return true;
+}
+
+bool ExpertWorker::is_wanted() const noexcept {
+    for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+        if (states_[lane].num_tokens.load(std::memory_order_relaxed) > 0 &&
+            std::atomic_ref(*lanes_[lane].posted).load(std::memory_order_relaxed) !=
+                states_[lane].answered) {
+            return true;
+        }
+    }
+    return is_stopping_ || num_open_.load(std::memory_order_relaxed) == 0;
+}
+
+std::size_t ExpertWorker::num_choices(std::int64_t num_tokens) const {
+    return static_cast<std::size_t>(num_tokens * layers_[0]->experts_per_token());
+}
+
+std::string ExpertWorker::problem_of(std::uint64_t ticket,
+                                     std::span<const std::int32_t> experts) const {
     const std::uint64_t index = ticket & kLayerMask;
     if (index >= layers_.size()) {
         return "layer " + std::to_string(index) + " of " + std::to_string(layers_.size());
     }
-    const MoeLayer& layer = *layers_[index];
-    for (std::int64_t i = 0; i < num_tokens * layer.experts_per_token(); ++i) {
-        if (lane.experts[i] < 0 || lane.experts[i] >= layer.num_experts()) {
-            return "expert " + std::to_string(lane.experts[i]) + " of " +
-                   std::to_string(layer.num_experts());
+    for (const std::int32_t expert : experts) {
+        if (expert < 0 || expert >= layers_[index]->num_experts()) {
+            return "expert " + std::to_string(expert) + " of " +
+                   std::to_string(layers_[index]->num_experts());
         }
     }
     return {};
+}
+
+void ExpertWorker::report(std::string problem) {
+    const std::lock_guard lock(mutex_);
+    problem_ = std::move(problem);
 }
 
 }  // namespace headwater

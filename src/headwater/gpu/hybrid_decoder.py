@@ -18,8 +18,16 @@ from torch import Tensor
 from headwater.gpu.decode_attention import Angles, GqaDecode, MlaDecode
 from headwater.gpu.decode_head import DecodeHead
 from headwater.gpu.lane import Lane
-from headwater.gpu.mailbox import ExpertWorker, Pending, StoredExperts, add_and_norm, ask
-from headwater.gpu.precedence import lane_queue
+from headwater.gpu.mailbox import (
+    ExpertWorker,
+    Pending,
+    StoredExperts,
+    add_and_norm,
+    ask,
+    is_predicted,
+    predict,
+)
+from headwater.gpu.precedence import lane_queue, rejoin
 from headwater.gpu.resident import GatedNetwork, ResidentWeights
 from headwater.model.layer_spec import GqaSpec, MoeFfnSpec
 
@@ -174,6 +182,8 @@ class HybridDecoder:
         for layer, own in zip(self._layers, cache.unbind(), strict=True):
             pending = layer.add_to(hidden, pending, positions, own, bound, lane)
         add_and_norm(hidden, pending, None)
+        if self._routed and is_predicted(hidden):
+            rejoin(self.device)
         return cache[:, torch.arange(part.size, device=self.device), positions]
 
     def has_run(self, parts: Sequence[MicroBatch], bound: int) -> bool:
@@ -313,6 +323,10 @@ class _Layer:
         pending then."""
         _, x = add_and_norm(hidden, pending, self._attention_norm)
         assert x is not None
+        if self._routed is not None and is_predicted(hidden):
+            predict(
+                lane, self._number, self._routed, hidden, self._ffn_norm, self._gate, self._bias
+            )
         pieces = self.attention(x, positions, cache, bound)
         is_routed = self._routed is not None
         normal, x = add_and_norm(hidden, Pending(pieces), self._ffn_norm, is_kept=is_routed)

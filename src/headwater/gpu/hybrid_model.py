@@ -37,6 +37,7 @@ class HybridModel:
         self.spec: ModelSpec = on_cpu.spec
         self._on_cpu = on_cpu
         self._decoder: HybridDecoder | None = decoder
+        self._worker = decoder.worker
         self._cache = DeviceCache(decoder.cache)
         self._policy = DualBatchPolicy() if decoder.num_lanes > 1 else None
         # States that the latest step gave, and their logits.
@@ -58,6 +59,21 @@ class HybridModel:
     def dual_speedup(self) -> float:
         """Greatest gain of two micro-batches that was measured, as a ratio; zero: none known."""
         return max(self._policy.speedups.values(), default=0.0) if self._policy else 0.0
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of experts that the CPU read ahead so far."""
+        return self._worker.fetched_bytes if self._worker else 0
+
+    @property
+    def num_predicted(self) -> int:
+        """Layers for which it did, by a prediction of the GPU's."""
+        return self._worker.num_predicted if self._worker else 0
+
+    @property
+    def num_right(self) -> int:
+        """Those of them whose likeliest expert was then asked for."""
+        return self._worker.num_right if self._worker else 0
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """See Model; on the CPU."""

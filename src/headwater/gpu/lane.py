@@ -9,37 +9,48 @@ import torch
 
 from headwater.gpu.ring import aligned
 
+# Tokens of a micro-batch up to which experts are predicted. With more the CPU computes for so long
+# that there is little to gain from what it reads ahead.
+MOST_PREDICTED = 4
+
 
 class Lane:
     """Memory that both sides see, for up to `max_tokens` at a time.
 
     `x` and `output` are FP32 [tokens, hidden], `experts` INT32 and `weights` FP32 [tokens, k];
-    `posted` and `done` are tickets, INT64 [1]. On the device, `count` numbers the tickets;
-    `arrivals` counts the tokens that have chosen, then programs that have scored each token.
+    `posted` and `done` are tickets, INT64 [1]. `predicted` is the ticket that will probably ask for
+    `predictions`, INT32 [tokens, k], the likeliest first. On the device, `count` numbers the
+    tickets; `arrivals` counts the tokens that have chosen, then programs that have scored each
+    token, and `predicted_arrivals` likewise for predictions.
     """
 
     def __init__(
         self, max_tokens: int, hidden_size: int, num_choices: int, device: torch.device
     ) -> None:
-        sizes = [64, 64, 4 * max_tokens * hidden_size, 4 * max_tokens * num_choices]
-        sizes += [sizes[3], sizes[2]]
+        states, choices = 4 * max_tokens * hidden_size, 4 * max_tokens * num_choices
+        sizes = [64, 64, states, choices, choices, states, 64, choices]
         memory = torch.zeros(
             sum(map(aligned, sizes)), dtype=torch.uint8, pin_memory=device.type == "cuda"
         )
         starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
         parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         self.max_tokens = max_tokens
-        self.posted, self.done = (part.view(torch.int64)[:1] for part in parts[:2])
+        self.posted, self.done, self.predicted = (parts[i].view(torch.int64)[:1] for i in (0, 1, 6))
         self.x, self.output = (
             parts[i].view(torch.float32).view(max_tokens, hidden_size) for i in (2, 5)
         )
-        self.experts = parts[3].view(torch.int32).view(max_tokens, num_choices)
+        self.experts, self.predictions = (
+            parts[i].view(torch.int32).view(max_tokens, num_choices) for i in (3, 7)
+        )
         self.weights = parts[4].view(torch.float32).view(max_tokens, num_choices)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self.arrivals = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
+        self.arrivals, self.predicted_arrivals = (
+            torch.zeros(1 + max_tokens, dtype=torch.int32, device=device) for _ in range(2)
+        )
 
     @property
-    def addresses(self) -> tuple[int, int, int, int, int, int]:
+    def addresses(self) -> tuple[int, int, int, int, int, int, int, int]:
         """Where its parts are, as the worker wants them."""
         parts = (self.posted, self.done, self.x, self.experts, self.weights, self.output)
+        parts += (self.predicted, self.predictions)
         return tuple(part.data_ptr() for part in parts)  # type: ignore[return-value]

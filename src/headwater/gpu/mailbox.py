@@ -15,6 +15,8 @@ from torch import Tensor
 
 from headwater import _native
 from headwater.errors import InternalError
+from headwater.gpu.lane import MOST_PREDICTED
+from headwater.gpu.precedence import aside
 from headwater.gpu.precision import rounded
 from headwater.kernels.stored import stored_matrix
 from headwater.model.gate import choose_experts
@@ -80,6 +82,36 @@ def ask(
     lane.posted.copy_(_ticket(lane, layer))
 
 
+def is_predicted(hidden: Tensor) -> bool:
+    """Whether `predict` is of use for so many tokens, [T, hidden]."""
+    return hidden.shape[0] <= MOST_PREDICTED
+
+
+def predict(
+    lane: Lane,
+    layer: int,
+    spec: MoeFfnSpec,
+    hidden: Tensor,
+    norm: Norm,
+    gate: Tensor,
+    bias: Tensor | None,
+) -> None:
+    """Tells the CPU for which experts `ask` will probably ask.
+
+    `hidden` is FP32 [T, hidden] before attention, which changes it little: the CPU, idle until
+    then, can fetch weights into its caches. A wrong prediction costs no more than an idle read.
+    """
+    if hidden.is_cuda:
+        from headwater.gpu.kernels.gating import predict as on_gpu
+
+        with aside(hidden.device):
+            on_gpu(spec, hidden, norm, gate, bias, lane, layer)
+        return
+    experts, _ = choose_experts(spec, torch.mm(norm(hidden), gate.t()), bias)
+    lane.predictions[: hidden.shape[0]] = experts
+    lane.predicted.copy_(((lane.count + 1) << ExpertWorker.LAYER_BITS) | layer)
+
+
 def _await(lane: Lane, layer: int) -> None:
     ticket, deadline = _ticket(lane, layer), time.monotonic() + _ANSWER_SECONDS
     while not torch.equal(lane.done, ticket):
@@ -140,6 +172,21 @@ class ExpertWorker:
     def num_answered(self) -> int:
         """Layers computed, since the beginning."""
         return self._native.num_answered
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of experts read ahead into caches, since the beginning."""
+        return self._native.fetched_bytes
+
+    @property
+    def num_predicted(self) -> int:
+        """Layers for which experts were read ahead, since the beginning."""
+        return self._native.num_predicted
+
+    @property
+    def num_right(self) -> int:
+        """Those of them whose likeliest expert was then asked for."""
+        return self._native.num_right
 
     def open(self, lane: int, num_tokens: int) -> None:
         """The lane's tickets are answered from now on, for so many tokens each."""

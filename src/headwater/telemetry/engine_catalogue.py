@@ -140,6 +140,24 @@ DECODE = (
         "Keys and values copied from the KV pool to the GPU",
     ),
     counter(
+        "headwater.hybrid.fetched",
+        "By",
+        "decode",
+        "Expert weights read into the CPU's caches before the GPU asked for them",
+    ),
+    counter(
+        "headwater.hybrid.predictions",
+        "{layer}",
+        "decode",
+        "Layers of steps whose experts were predicted",
+    ),
+    counter(
+        "headwater.hybrid.right_predictions",
+        "{layer}",
+        "decode",
+        "Those of them whose likeliest expert was then asked for",
+    ),
+    counter(
         "headwater.dram.read",
         "By",
         "decode",

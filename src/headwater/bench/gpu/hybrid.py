@@ -28,8 +28,6 @@ from headwater.synth.shapes import make_config
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-# Workers that sleep between layers would be woken 58 times a step.
-_SPIN_US = 20_000
 _HAND_OVERS = 64
 # Of each way to run a step; the first ones compile and capture.
 _WARM_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3, 43, 103
@@ -72,7 +70,7 @@ def workers(spare_cpus: int = 0) -> Iterator[WorkerPool]:
     # Torch's threads would wait for each other on the few CPUs that are left.
     torch.set_num_threads(1)
     allowed = os.sched_getaffinity(0)
-    pool = WorkerPool(max(1, len(allowed) - spare_cpus), spin_us=_SPIN_US)
+    pool = WorkerPool(max(1, len(allowed) - spare_cpus))
     os.sched_setaffinity(0, allowed - set(pool.cpus) or allowed)
     try:
         yield pool
@@ -85,12 +83,14 @@ def bench_hybrid(
     batches: Sequence[int],
     context: int,
     spare_cpus: int,
+    *,
+    in_huge_pages: bool = True,
     say: Callable[[str], None] = print,
 ) -> Iterator[dict[str, Any]]:
     """One row per batch at `context` tokens; before it, the hand-over alone."""
     self_test()
     gpu, spec = find_gpu(0), shape.spec()
-    weights = RandomModel(spec, shape.distinct)
+    weights = RandomModel(spec, shape.distinct, in_huge_pages=in_huge_pages)
     with workers(spare_cpus) as pool, torch.inference_mode():
         probe = ReadProbe(pool)
         yield hand_over(spec, weights, pool, gpu.device)
@@ -102,6 +102,8 @@ def bench_hybrid(
             max_rows=max(batches),
             max_context=max(context, 256),
         )
+        # Zeros would be read faster, and attention would add nothing to hidden states.
+        decoder.cache.uniform_(-1, 1)
         say(f"{torch.cuda.memory_allocated(gpu.device) / 2**30:.1f} GiB on the device")
         for batch in batches:
             yield _row(
@@ -201,12 +203,15 @@ class _Steps:
     """Medians: seconds of a step and of the CPU's part in it; GB/s of reading between the steps.
 
     `best_gb_per_s` is the fastest of the reads: what memory does while nobody else uses it.
+    `fetched_bytes` were read ahead in a step; `right_share` of the likeliest experts were chosen.
     """
 
     seconds: float
     cpu_seconds: float
     read_gb_per_s: float
     best_gb_per_s: float
+    fetched_bytes: float
+    right_share: float
 
 
 def _time_steps(
@@ -218,6 +223,8 @@ def _time_steps(
     assert decoder.worker is not None
     generator = torch.Generator().manual_seed(rows)
     times, reads = [], []
+    worker = decoder.worker
+    fetched, predicted, right = worker.fetched_bytes, worker.num_predicted, worker.num_right
     for turn in range(rounds + 2):
         tokens = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
         reads.append(probe.gb_per_s())
@@ -232,6 +239,8 @@ def _time_steps(
         statistics.median(b for _, b in times),
         statistics.median(reads),
         max(reads),
+        (worker.fetched_bytes - fetched) / (rounds + 2),
+        (worker.num_right - right) / max(1, worker.num_predicted - predicted),
     )
 
 
@@ -306,5 +315,7 @@ def _row(
         "best_read_gb_per_s": steps.best_gb_per_s,
         "roofline_ratio": num_bytes / steps.seconds / 1e9 / steps.read_gb_per_s,
         "cpu_ratio": num_bytes / steps.cpu_seconds / 1e9 / steps.read_gb_per_s,
+        "fetched_mb_per_layer": steps.fetched_bytes / spec.num_layers / 1e6,
+        "right_share": steps.right_share,
         "tokens_per_s": batch / steps.seconds,
     }

@@ -1,7 +1,8 @@
 """Random weights of a published shape in host memory, a few layers of them repeated as needed.
 
 Every byte that a sweep reads is really read: repeated layers lie far enough apart that no cache
-holds them. Memory is a memfd, which is what /dev/shm files are made of.
+holds them, and each repetition has a gate of its own, so that it does not choose the same experts
+again. Memory is a memfd, which is what /dev/shm files are made of, or private memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headwater.bench.timing import huge_buffer
 from headwater.gpu.ring import aligned
 from headwater.model.layer_spec import MoeFfnSpec
 from headwater.weights.tensors import DType
@@ -35,9 +37,14 @@ _DTYPES = {
 
 
 class RandomModel:
-    """Weights (see headwater.model.source) of FP8 and BF16; `distinct` routed layers differ."""
+    """Weights (see headwater.model.source) of FP8 and BF16; `distinct` routed layers differ.
 
-    def __init__(self, spec: ModelSpec, distinct: int) -> None:
+    With `in_huge_pages` memory is private, and of the pages that /dev/shm gives where the kernel's
+    shmem_enabled is `advise`.
+    """
+
+    def __init__(self, spec: ModelSpec, distinct: int, *, in_huge_pages: bool = False) -> None:
+        self._in_huge_pages = in_huge_pages
         self._tensors: dict[str, Tensor] = {}
         self.num_bytes = 0
         routed = [i for i, la in enumerate(spec.layers) if isinstance(la.ffn, MoeFfnSpec)]
@@ -52,7 +59,12 @@ class RandomModel:
         for name in ["", *(str(i) for i in sorted(set(sources.values())))]:
             self._fill(by_layer[name], tiles)
         for layer, source in sources.items():
+            gates = (f"layers.{layer}.gate", f"layers.{layer}.gate.bias")
+            if layer in routed:
+                self._fill([t for t in by_layer[str(layer)] if t.name in gates], tiles)
             for tensor in by_layer[str(layer)]:
+                if tensor.name in self._tensors:
+                    continue
                 suffix = tensor.name.removeprefix(f"layers.{layer}.")
                 self._tensors[tensor.name] = self._tensors[f"layers.{source}.{suffix}"]
 
@@ -69,7 +81,8 @@ class RandomModel:
         sizes = [
             torch.Size(t.shape).numel() * d.item_bytes for t, d in zip(tensors, dtypes, strict=True)
         ]
-        memory = _shared_memory(sum(-(-size // _PAGE) * _PAGE for size in sizes))
+        num_bytes = sum(-(-size // _PAGE) * _PAGE for size in sizes)
+        memory = huge_buffer(num_bytes) if self._in_huge_pages else _shared_memory(num_bytes)
         self.num_bytes += memory.numel()
         start = 0
         with ThreadPoolExecutor(_THREADS) as pool:

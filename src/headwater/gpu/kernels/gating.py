@@ -16,15 +16,18 @@ import triton
 import triton.language as tl
 
 from headwater.gpu.kernels.handover import LAYER_BITS, store_release
+from headwater.gpu.kernels.pieces import rms_norm
+from headwater.gpu.lane import MOST_PREDICTED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headwater.gpu.lane import Lane
+    from headwater.gpu.resident import Norm
     from headwater.model.layer_spec import MoeFfnSpec
 
 # Tokens up to which scores are sums of this kernel's own; for more, a library reads the gate once.
-_FEW_TOKENS = 4
+_FEW_TOKENS = MOST_PREDICTED
 # FP32 elements of the gate in a program's registers, and programs wanted at once.
 _TILE, _PROGRAMS = 1 << 14, 128
 # Experts that all are compared with at a time.
@@ -112,12 +115,14 @@ def _choose_for(
         scores = scores / (tl.sum(tl.where(is_chosen, scores, 0.0), axis=0) + 1e-20)
     target = token * choices + place
     tl.store(experts + target, expert, mask=is_chosen)
-    tl.store(weights + target, scores * scale, mask=is_chosen)
+    if weights is not None:
+        tl.store(weights + target, scores * scale, mask=is_chosen)
 
 
 @triton.jit(do_not_specialize=["layer", "num_tokens"])
 def _gate(
     normal,
+    norm,
     gate,
     logits,
     bias,
@@ -129,6 +134,7 @@ def _gate(
     posted,
     layer,
     scale,
+    eps,
     num_tokens,
     is_alone: tl.constexpr,
     width: tl.constexpr,
@@ -152,9 +158,12 @@ def _gate(
     column = tl.arange(0, width_block)
     is_column = column < width
     x = tl.load(normal + token * width + column, mask=is_column, other=0.0)
+    if norm is not None:
+        x = rms_norm(x, tl.load(norm + column, mask=is_column, other=0.0), eps, width)
     if tl.program_id(0) == 0:
-        # Besides, so that nobody waits for it.
-        tl.store(posted_x + token * width + column, x, mask=is_column)
+        if posted_x is not None:
+            # Besides, so that nobody waits for it.
+            tl.store(posted_x + token * width + column, x, mask=is_column)
     elif gate is not None:
         expert = (tl.program_id(0) - 1) * experts_each + tl.arange(0, experts_each)
         mask = (expert < num_experts)[:, None] & is_column[None, :]
@@ -177,7 +186,8 @@ def _gate(
                 tl.store(arrivals, 0)
             if posted is not None:
                 store_release(posted.to(tl.int64), (number << layer_bits) | layer)
-                tl.store(count, number)
+                if weights is not None:
+                    tl.store(count, number)
 
 
 def choose(
@@ -194,28 +204,65 @@ def choose(
 
     `gate` is FP32 [experts, hidden]. What is not posted is written, but nobody is asked for it.
     """
-    num_tokens, width = normal.shape
+    is_few = normal.shape[0] <= _FEW_TOKENS
+    scores = None if is_few else torch.mm(normal, gate.t())
+    target = (lane.x, lane.experts, lane.weights)
+    ticket = (lane.count, lane.posted) if is_posted else (None, None)
+    _launch(spec, normal, None, gate, scores, bias, target, lane.arrivals, ticket, layer)
+
+
+def predict(
+    spec: MoeFfnSpec,
+    hidden: Tensor,
+    norm: Norm,
+    gate: Tensor,
+    bias: Tensor | None,
+    lane: Lane,
+    layer: int,
+    *,
+    is_posted: bool = True,
+) -> None:
+    """Tells the lane's CPU what FP32 hidden [T, hidden] would choose, T <= MOST_PREDICTED.
+
+    It only reads what the step's own kernels use, so that it may run beside them.
+    """
+    target = (None, lane.predictions, None)
+    ticket = (lane.count, lane.predicted) if is_posted else (None, None)
+    arrivals = lane.predicted_arrivals
+    _launch(spec, hidden, norm, gate, None, bias, target, arrivals, ticket, layer)
+
+
+def _launch(
+    spec: MoeFfnSpec,
+    x: Tensor,
+    norm: Norm | None,
+    gate: Tensor,
+    scores: Tensor | None,
+    bias: Tensor | None,
+    target: tuple[Tensor | None, Tensor, Tensor | None],
+    arrivals: Tensor,
+    ticket: tuple[Tensor | None, Tensor | None],
+    layer: int,
+) -> None:
+    """Scores, unless they are there already, and choices."""
+    num_tokens, width = x.shape
     width_block, num_experts = triton.next_power_of_2(width), spec.num_experts
     block = max(16, triton.next_power_of_2(num_experts))
     each = max(1, min(_TILE // width_block, triton.next_power_of_2(num_experts // _PROGRAMS)))
-    is_few = num_tokens <= _FEW_TOKENS
-    if is_few:
-        logits = torch.empty(num_tokens, num_experts, device=normal.device)
-    else:
-        logits = torch.mm(normal, gate.t())
-    _gate[(1 + triton.cdiv(num_experts, each) if is_few else 1, num_tokens)](
-        normal,
-        gate if is_few else None,
+    programs = 1 if scores is not None else 1 + triton.cdiv(num_experts, each)
+    logits = torch.empty(num_tokens, num_experts, device=x.device) if scores is None else scores
+    _gate[(programs, num_tokens)](
+        x,
+        None if norm is None else norm.weight,
+        gate if scores is None else None,
         logits,
         bias,
-        lane.x,
-        lane.experts,
-        lane.weights,
-        lane.arrivals,
-        lane.count if is_posted else None,
-        lane.posted if is_posted else None,
+        *target,
+        arrivals,
+        *ticket,
         layer,
         spec.routed_scale,
+        0.0 if norm is None else norm.eps,
         num_tokens,
         num_tokens == 1,
         width,
