@@ -21,7 +21,8 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 
 std::unique_ptr<ExpertWorker> make_worker(WorkerPool& pool,
                                           const std::vector<const MoeLayer*>& layers,
-                                          const std::vector<std::array<std::uintptr_t, 8>>& lanes) {
+                                          const std::vector<std::array<std::uintptr_t, 8>>& lanes,
+                                          std::int64_t cache_bytes) {
     std::vector<ExpertWorker::Lane> found;
     for (const auto& [posted, done, x, experts, weights, output, predicted, predictions] : lanes) {
         found.push_back({.posted = address<std::uint64_t>(posted),
@@ -33,7 +34,7 @@ std::unique_ptr<ExpertWorker> make_worker(WorkerPool& pool,
                          .predicted = address<std::uint64_t>(predicted),
                          .predictions = address<const std::int32_t>(predictions)});
     }
-    return std::make_unique<ExpertWorker>(pool, layers, std::move(found));
+    return std::make_unique<ExpertWorker>(pool, layers, std::move(found), cache_bytes);
 }
 
 std::unique_ptr<MoeLayer> make_stored_experts(WorkerPool& pool, const Matrix& gate_up,
@@ -53,7 +54,7 @@ void bind_hybrid(py::module_& m) {
           py::arg("experts_per_token"), py::keep_alive<0, 1>());
     py::class_<ExpertWorker>(m, "ExpertWorker")
         .def(py::init(&make_worker), py::arg("pool"), py::arg("layers"), py::arg("lanes"),
-             py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+             py::arg("cache_bytes"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
         .def_property_readonly_static("LAYER_BITS",
                                       [](const py::object&) { return ExpertWorker::kLayerBits; })
         .def_property_readonly("busy_ns", &ExpertWorker::busy_ns)

@@ -220,6 +220,7 @@ class ExpertWorker:
         pool: WorkerPool,
         layers: list[MoeLayer],
         lanes: list[tuple[int, int, int, int, int, int, int, int]],
+        cache_bytes: int,
     ) -> None: ...
     @property
     def busy_ns(self) -> int: ...

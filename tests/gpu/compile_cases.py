@@ -31,8 +31,7 @@ from headwater.gpu.kernels import (
 from headwater.gpu.kernels.experts import ExpertStack, Rows, Tiles
 from headwater.gpu.kernels.handover import add_and_norm
 from headwater.gpu.kernels.table import EXPANDED_FROM, HEIGHTS, MOST_QUANTIZED
-from headwater.gpu.lane import Lane
-from headwater.gpu.mailbox import is_predicted
+from headwater.gpu.lane import MOST_PREDICTED, Lane
 from headwater.gpu.resident import Norm
 from headwater.model.layer_spec import GqaSpec, MlaSpec, MoeFfnSpec, RopeSpec
 from tests.gpu.fake_cuda import FakeDriver
@@ -132,7 +131,7 @@ def _compile_others() -> None:
         add_and_norm(hidden, pieces[:1], (lane, 2), norm, is_kept=False)
         add_and_norm(hidden, None, (lane, 2), None, is_kept=False)
         gating.choose(routed, hidden, _empty(256, HIDDEN), _empty(256), lane, 2)
-        if is_predicted(hidden):
+        if count <= MOST_PREDICTED:
             gating.predict(routed, hidden, norm, _empty(256, HIDDEN), _empty(256), lane, 2)
     positions = _empty(1, dtype=torch.int64)
     rope = RopeSpec("default", 64, 1e4, is_interleaved=True)

@@ -45,8 +45,10 @@ class ExpertWorker {
         const std::int32_t* predictions;
     };
 
-    // Layers are numbered as in `layers`; all have the same sizes.
-    ExpertWorker(WorkerPool& pool, std::vector<const MoeLayer*> layers, std::vector<Lane> lanes);
+    // Layers are numbered as in `layers`; all have the same sizes. `cache_bytes` is what may be
+    // read ahead for one of them.
+    ExpertWorker(WorkerPool& pool, std::vector<const MoeLayer*> layers, std::vector<Lane> lanes,
+                 std::int64_t cache_bytes);
     ~ExpertWorker();
     ExpertWorker(const ExpertWorker&) = delete;
     ExpertWorker& operator=(const ExpertWorker&) = delete;
@@ -97,6 +99,7 @@ class ExpertWorker {
     WorkerPool& pool_;
     const std::vector<const MoeLayer*> layers_;
     const std::vector<Lane> lanes_;
+    const std::int64_t cache_bytes_;
     std::unique_ptr<State[]> states_;
     std::atomic<int> num_open_ = 0;
     std::atomic<bool> is_stopping_ = false;

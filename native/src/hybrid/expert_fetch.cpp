@@ -1,7 +1,7 @@
 #include "hybrid/expert_fetch.hpp"
 
-#include <immintrin.h>
-#include <unistd.h>
+#include <algorithm>
+#include <cstddef>
 
 #include "task_cut.hpp"
 
@@ -9,48 +9,56 @@ namespace headwater {
 
 namespace {
 
+constexpr std::int64_t kPiece = 4096;
 constexpr std::int64_t kLine = 64;
+constexpr std::int64_t kFetchedRows = kRowUnit / 2;
 
-// What a worker's caches hold: its own of the second level, and a part of one of the third. Where
-// there are several of those, that is too little, which does no harm.
-std::int64_t cache_bytes(int num_threads) {
-    constexpr std::int64_t kUnknown = 1 << 20;
-    const std::int64_t own = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    const std::int64_t shared = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return (own > 0 ? own : kUnknown) + std::max<std::int64_t>(shared, 0) / num_threads;
+// By loads: of prefetches a core drops some when it has too many under way.
+void touch(const std::byte* data, std::int64_t num_bytes) {
+    for (std::int64_t at = 0; at < num_bytes; at += kLine) {
+        static_cast<void>(*static_cast<const volatile std::byte*>(data + at));
+    }
 }
 
 }  // namespace
 
 ExpertFetch::ExpertFetch(const WorkerPool& pool, const MoeLayer& layer,
-                         std::span<const std::int32_t> experts)
+                         std::span<const std::int32_t> experts, std::int64_t most_bytes)
     : pool_(pool),
       layer_(layer),
       experts_(experts),
-      num_shards_(static_cast<int>(layer.shards().size())),
       rows_per_task_(layer.gate_up_rows(static_cast<std::int64_t>(experts.size()))),
       tasks_per_expert_(ceil_div(layer.shards()[0][0].gate.rows, rows_per_task_)),
-      num_tasks_(tasks_per_expert_ * static_cast<std::int64_t>(experts.size())),
-      bytes_per_worker_(cache_bytes(pool.num_threads())) {}
+      most_per_worker_(most_bytes / pool.num_threads()) {}
 
-std::array<ExpertFetch::Range, 2> ExpertFetch::ranges_of(int shard,
-                                                         std::int64_t task) const noexcept {
-    const auto expert = static_cast<std::size_t>(experts_[task / tasks_per_expert_]);
-    const ExpertWeights& weights = layer_.shards()[static_cast<std::size_t>(shard)][expert];
-    const std::int64_t begin = task % tasks_per_expert_ * rows_per_task_;
-    const std::int64_t end = std::min(begin + rows_per_task_, weights.gate.rows);
-    const auto rows = [&](const Matrix& matrix) {
-        return Range{matrix.data + begin * matrix.row_bytes, (end - begin) * matrix.row_bytes};
-    };
-    return {rows(weights.gate), rows(weights.up)};
-}
-
-void ExpertFetch::fetch(const std::byte* data, std::int64_t num_bytes) noexcept {
-    // Into the second-level cache. Plain loads fetch half as much in the same time: they fill the
-    // first-level one as well, whose misses a core can have few of (measured on Xeon).
-    for (std::int64_t at = 0; at < num_bytes; at += kLine) {
-        _mm_prefetch(reinterpret_cast<const char*>(data + at), _MM_HINT_T1);
+std::int64_t ExpertFetch::run(int worker, const std::function<bool()>& is_over) const {
+    const auto num_shards = static_cast<int>(layer_.shards().size());
+    const int home = pool_.shard_of(worker, num_shards);
+    const WorkerPool::Team team = pool_.team_of(home, num_shards);
+    const auto num_tasks = tasks_per_expert_ * static_cast<std::int64_t>(experts_.size());
+    std::int64_t fetched = 0;
+    for (std::int64_t task = worker - team.first; task < num_tasks; task += team.size) {
+        const auto expert = static_cast<std::size_t>(
+            experts_[static_cast<std::size_t>(task / tasks_per_expert_)]);
+        const ExpertWeights& weights = layer_.shards()[static_cast<std::size_t>(home)][expert];
+        const std::int64_t begin = task % tasks_per_expert_ * rows_per_task_;
+        const std::int64_t end = std::min(begin + rows_per_task_, weights.gate.rows);
+        for (const Matrix* matrix : {&weights.gate, &weights.up}) {
+            for (std::int64_t row = begin; row < end; row += kRowUnit) {
+                const std::byte* data = matrix->data + row * matrix->row_bytes;
+                const std::int64_t size = std::min(kFetchedRows, end - row) * matrix->row_bytes;
+                for (std::int64_t at = 0; at < size; at += kPiece) {
+                    if (fetched >= most_per_worker_ || is_over()) {
+                        return fetched;
+                    }
+                    const std::int64_t piece = std::min(kPiece, size - at);
+                    touch(data + at, piece);
+                    fetched += piece;
+                }
+            }
+        }
     }
+    return fetched;
 }
 
 }  // namespace headwater

@@ -19,10 +19,11 @@ constexpr std::uint64_t kLayerMask = (std::uint64_t{1} << ExpertWorker::kLayerBi
 }  // namespace
 
 ExpertWorker::ExpertWorker(WorkerPool& pool, std::vector<const MoeLayer*> layers,
-                           std::vector<Lane> lanes)
+                           std::vector<Lane> lanes, std::int64_t cache_bytes)
     : pool_(pool),
       layers_(std::move(layers)),
       lanes_(std::move(lanes)),
+      cache_bytes_(cache_bytes),
       states_(std::make_unique<State[]>(lanes_.size())) {
     if (layers_.empty() || layers_.size() > kLayerMask) {
         throw Failure(FailureKind::kInternal,
@@ -177,7 +178,7 @@ bool ExpertWorker::prepare(std::size_t lane) {
         report(std::move(problem));
         return false;
     }
-    const ExpertFetch fetch(pool_, *layers_[ticket & kLayerMask], state.fetched);
+    const ExpertFetch fetch(pool_, *layers_[ticket & kLayerMask], state.fetched, cache_bytes_);
     auto job = [&](int worker) noexcept {
         fetched_bytes_.fetch_add(fetch.run(worker, [this] { return is_wanted(); }),
                                  std::memory_order_relaxed);

@@ -17,17 +17,16 @@ from torch import Tensor
 
 from headwater.gpu.decode_attention import Angles, GqaDecode, MlaDecode
 from headwater.gpu.decode_head import DecodeHead
-from headwater.gpu.lane import Lane
+from headwater.gpu.lane import MOST_PREDICTED, Lane
 from headwater.gpu.mailbox import (
     ExpertWorker,
     Pending,
     StoredExperts,
     add_and_norm,
     ask,
-    is_predicted,
     predict,
 )
-from headwater.gpu.precedence import lane_queue, rejoin
+from headwater.gpu.precedence import lane_queue
 from headwater.gpu.resident import GatedNetwork, ResidentWeights
 from headwater.model.layer_spec import GqaSpec, MoeFfnSpec
 
@@ -179,11 +178,12 @@ class HybridDecoder:
         lane = self._lanes[part.lane]
         cache = self.cache[:, part.first_row : part.first_row + part.size]
         pending = Pending()
-        for layer, own in zip(self._layers, cache.unbind(), strict=True):
+        next_layers = (*self._layers[1:], None)
+        for layer, following, own in zip(self._layers, next_layers, cache.unbind(), strict=True):
             pending = layer.add_to(hidden, pending, positions, own, bound, lane)
+            if following is not None and part.size <= MOST_PREDICTED:
+                following.predict_from(hidden, lane)
         add_and_norm(hidden, pending, None)
-        if self._routed and is_predicted(hidden):
-            rejoin(self.device)
         return cache[:, torch.arange(part.size, device=self.device), positions]
 
     def has_run(self, parts: Sequence[MicroBatch], bound: int) -> bool:
@@ -310,6 +310,16 @@ class _Layer:
         has_bias = self._routed.gate == "sigmoid_bias_group"
         self._bias = weights.floats("gate.bias") if has_bias else None
 
+    def predict_from(self, hidden: Tensor, lane: Lane) -> None:
+        """Tells the CPU which experts it will ask for, if it does, from the layer before's state.
+
+        What that layer's experts and this one's attention add to it is not known yet.
+        """
+        if self._routed is not None:
+            predict(
+                lane, self._number, self._routed, hidden, self._ffn_norm, self._gate, self._bias
+            )
+
     def add_to(
         self,
         hidden: Tensor,
@@ -323,10 +333,6 @@ class _Layer:
         pending then."""
         _, x = add_and_norm(hidden, pending, self._attention_norm)
         assert x is not None
-        if self._routed is not None and is_predicted(hidden):
-            predict(
-                lane, self._number, self._routed, hidden, self._ffn_norm, self._gate, self._bias
-            )
         pieces = self.attention(x, positions, cache, bound)
         is_routed = self._routed is not None
         normal, x = add_and_norm(hidden, Pending(pieces), self._ffn_norm, is_kept=is_routed)

@@ -6,6 +6,7 @@ native/include/headwater/expert_worker.hpp for the other side.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,10 +16,9 @@ from torch import Tensor
 
 from headwater import _native
 from headwater.errors import InternalError
-from headwater.gpu.lane import MOST_PREDICTED
-from headwater.gpu.precedence import aside
 from headwater.gpu.precision import rounded
 from headwater.kernels.stored import stored_matrix
+from headwater.memory_rate import last_level_cache_bytes
 from headwater.model.gate import choose_experts
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from headwater.model.source import Weights
 
 _ANSWER_SECONDS = 60.0
+# Per CPU, where the kernel does not tell.
+_LEAST_CACHE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +84,6 @@ def ask(
     lane.posted.copy_(_ticket(lane, layer))
 
 
-def is_predicted(hidden: Tensor) -> bool:
-    """Whether `predict` is of use for so many tokens, [T, hidden]."""
-    return hidden.shape[0] <= MOST_PREDICTED
-
-
 def predict(
     lane: Lane,
     layer: int,
@@ -96,16 +93,16 @@ def predict(
     gate: Tensor,
     bias: Tensor | None,
 ) -> None:
-    """Tells the CPU for which experts `ask` will probably ask.
+    """Tells the CPU for which experts the next `ask` will probably ask, for `layer`.
 
-    `hidden` is FP32 [T, hidden] before attention, which changes it little: the CPU, idle until
-    then, can fetch weights into its caches. A wrong prediction costs no more than an idle read.
+    `hidden` is FP32 [T, hidden], T <= MOST_PREDICTED, from a layer earlier: a layer changes it
+    little. The CPU, idle while the GPU computes attention, fetches weights into its caches. A wrong
+    prediction costs no more than an idle read.
     """
     if hidden.is_cuda:
         from headwater.gpu.kernels.gating import predict as on_gpu
 
-        with aside(hidden.device):
-            on_gpu(spec, hidden, norm, gate, bias, lane, layer)
+        on_gpu(spec, hidden, norm, gate, bias, lane, layer)
         return
     experts, _ = choose_experts(spec, torch.mm(norm(hidden), gate.t()), bias)
     lane.predictions[: hidden.shape[0]] = experts
@@ -160,7 +157,10 @@ class ExpertWorker:
     ) -> None:
         self._kept = (pool, tuple(layers), tuple(lanes))
         self._native = _native.ExpertWorker(
-            pool.native, [layer.native for layer in layers], [lane.addresses for lane in lanes]
+            pool.native,
+            [layer.native for layer in layers],
+            [lane.addresses for lane in lanes],
+            _read_ahead_bytes(pool),
         )
 
     @property
@@ -195,6 +195,12 @@ class ExpertWorker:
     def close(self, lane: int) -> None:
         """Nobody asks any more. Raises InternalError when what was asked for was not there."""
         self._native.close(lane)
+
+
+def _read_ahead_bytes(pool: WorkerPool) -> int:
+    """What the caches of the pool's CPUs hold beside what a step uses otherwise."""
+    known = last_level_cache_bytes(pool.cpus or os.sched_getaffinity(0)) // 2
+    return known or _LEAST_CACHE_BYTES * pool.num_threads
 
 
 def _ticket(lane: Lane, layer: int) -> Tensor:

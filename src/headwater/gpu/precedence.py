@@ -37,29 +37,6 @@ def yielding(device: torch.device) -> Iterator[None]:
     own.wait_stream(background)
 
 
-@contextmanager
-def aside(device: torch.device) -> Iterator[None]:
-    """Kernels within come after all that is queued, but what follows does not wait for them."""
-    own = torch.cuda.current_stream(device)
-    side = _beside(own)
-    side.wait_stream(own)
-    with torch.cuda.stream(side):
-        yield
-
-
-def rejoin(device: torch.device) -> None:
-    """Waits for what was queued aside, as the capture of a graph demands before its end."""
-    if device.type != "cuda":
-        return
-    own = torch.cuda.current_stream(device)
-    own.wait_stream(_beside(own))
-
-
-@functools.cache
-def _beside(stream: Any) -> Any:
-    return torch.cuda.Stream(stream.device, priority=_HIGH)
-
-
 @functools.cache
 def _background(device: torch.device) -> Any:
     return torch.cuda.Stream(device, priority=_LOW)

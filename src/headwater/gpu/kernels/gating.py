@@ -222,10 +222,7 @@ def predict(
     *,
     is_posted: bool = True,
 ) -> None:
-    """Tells the lane's CPU what FP32 hidden [T, hidden] would choose, T <= MOST_PREDICTED.
-
-    It only reads what the step's own kernels use, so that it may run beside them.
-    """
+    """Tells the lane's CPU what FP32 hidden [T, hidden] would choose, T <= MOST_PREDICTED."""
     target = (None, lane.predictions, None)
     ticket = (lane.count, lane.predicted) if is_posted else (None, None)
     arrivals = lane.predicted_arrivals
