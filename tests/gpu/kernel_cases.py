@@ -288,7 +288,7 @@ def _predict(kind: str, tokens: int, generator: torch.Generator, device: torch.d
     expected, _ = choose_experts(spec, norm(hidden) @ gate.t(), bias)
     # What the step itself uses is left alone.
     assert torch.equal(lane.predictions.cpu(), expected.int()), "other experts"
-    assert not bool(lane.predicted_arrivals.any()), "not ready for the next layer"
+    assert not bool(lane.arrivals.any()), "not ready for the next layer"
     assert not any(bool(part.any()) for part in (lane.x, lane.experts, lane.weights, lane.count))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headwater.bench.timing import ReadProbe
 from headwater.errors import InternalError
 from headwater.gpu import hybrid_decoder
 from headwater.gpu.hybrid_decoder import HybridDecoder, MicroBatch
@@ -154,6 +155,29 @@ def test_experts_are_read_ahead_until_the_question_comes(tmp_path: Path, shm_pre
         _post_prediction(lane, 0, torch.tensor([[1, 99]]), 1)
         with pytest.raises(InternalError, match="expert worker: expert 99 of"):
             _until(lambda: _closes(worker))
+
+
+def test_a_closed_lane_leaves_the_pool_alone(tmp_path: Path, shm_prefix: str) -> None:
+    """A step that failed leaves a prediction, or a question, that nobody waits for any more."""
+    with tiny_weights(tmp_path, shm_prefix, "mixtral", "bf16") as (spec, weights):
+        ffn = spec.layers[0].ffn
+        assert isinstance(ffn, MoeFfnSpec)
+        pool = WorkerPool(2)
+        lane = Lane(1, spec.hidden_size, 2, CPU)
+        worker = ExpertWorker(pool, [StoredExperts(weights, 0, ffn, pool)], [lane])
+        probe = ReadProbe(pool, 1 << 20)
+        for turn in range(300):
+            worker.open(0, 1)
+            if turn % 2:
+                _post_prediction(lane, 0, torch.tensor([[0, 1]]), 1)
+            else:
+                lane.count += 1
+                lane.posted.copy_(lane.count << ExpertWorker.LAYER_BITS)
+            worker.close(0)
+            answered, fetched = worker.num_answered, worker.fetched_bytes
+            # By this thread, which must be the only one.
+            assert probe.gb_per_s() > 0
+            assert (worker.num_answered, worker.fetched_bytes) == (answered, fetched)
 
 
 def _post_prediction(lane: Lane, layer: int, experts: torch.Tensor, ahead: int) -> None:

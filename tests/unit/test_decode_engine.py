@@ -85,6 +85,7 @@ class RememberingDecoder:
     """
 
     max_rows, max_context, num_lanes = 3, 45, 2
+    worker = None
     device = torch.device("cpu")
 
     def __init__(self, model: RememberingModel) -> None:

@@ -56,8 +56,9 @@ class ExpertWorker {
     // Tickets of the lane are answered from now on, for so many tokens each. While no lane is open
     // the thread sleeps; while one is, it takes a CPU, and the pool is its own.
     void open(int lane, std::int64_t num_tokens);
-    // To be called when the GPU is done with the lane. Throws Failure(kInternal) when a ticket
-    // since `open` asked for what there is not; the GPU got an answer all the same.
+    // To be called when the GPU is done with the lane, or has failed: nothing is computed or read
+    // ahead for it afterwards. Throws Failure(kInternal) when a ticket since `open` asked for what
+    // there is not; the GPU got an answer all the same.
     void close(int lane);
 
     // Nanoseconds spent on computing, and tickets answered, since the beginning.
@@ -108,6 +109,8 @@ class ExpertWorker {
     std::atomic<std::int64_t> fetched_bytes_ = 0;
     std::atomic<std::int64_t> num_predicted_ = 0;
     std::atomic<std::int64_t> num_right_ = 0;
+    // Held by whoever uses the pool.
+    std::mutex pool_use_;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::string problem_;

@@ -64,10 +64,16 @@ void ExpertWorker::close(int lane) {
     {
         const std::lock_guard lock(mutex_);
         if (states_[static_cast<std::size_t>(lane)].num_tokens.exchange(0) != 0) {
-            if (num_open_.fetch_sub(1) == 1) {
-                pool_.keep_awake(false);
-            }
+            num_open_.fetch_sub(1);
         }
+    }
+    {
+        // After a step that failed the thread may still be at it.
+        const std::lock_guard use(pool_use_);
+        if (num_open_ == 0) {
+            pool_.keep_awake(false);
+        }
+        const std::lock_guard lock(mutex_);
         problem = std::exchange(problem_, {});
     }
     if (!problem.empty()) {
@@ -106,13 +112,14 @@ void ExpertWorker::work() {
 
 bool ExpertWorker::look_at(std::size_t lane) {
     State& state = states_[lane];
-    const std::int64_t num_tokens = state.num_tokens.load(std::memory_order_relaxed);
-    if (num_tokens == 0) {
-        return false;
-    }
     const std::uint64_t ticket =
         std::atomic_ref(*lanes_[lane].posted).load(std::memory_order_acquire);
-    if (ticket == state.answered) {
+    if (state.num_tokens == 0 || ticket == state.answered) {
+        return false;
+    }
+    const std::lock_guard use(pool_use_);
+    const std::int64_t num_tokens = state.num_tokens;
+    if (num_tokens == 0) {
         return false;
     }
     state.answered = ticket;
@@ -154,11 +161,15 @@ void ExpertWorker::answer(std::size_t lane, std::uint64_t ticket, std::int64_t n
 
 bool ExpertWorker::prepare(std::size_t lane) {
     State& state = states_[lane];
-    const std::int64_t num_tokens = state.num_tokens.load(std::memory_order_relaxed);
     const std::uint64_t ticket =
         std::atomic_ref(*lanes_[lane].predicted).load(std::memory_order_acquire);
     // A prediction that comes after its question is of no use any more.
-    if (num_tokens == 0 || ticket <= state.answered || ticket == state.prepared) {
+    if (state.num_tokens == 0 || ticket <= state.answered || ticket == state.prepared) {
+        return false;
+    }
+    const std::lock_guard use(pool_use_);
+    const std::int64_t num_tokens = state.num_tokens;
+    if (num_tokens == 0) {
         return false;
     }
     state.prepared = ticket;

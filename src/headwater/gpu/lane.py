@@ -21,7 +21,7 @@ class Lane:
     `posted` and `done` are tickets, INT64 [1]. `predicted` is the ticket that will probably ask for
     `predictions`, INT32 [tokens, k], the likeliest first. On the device, `count` numbers the
     tickets; `arrivals` counts the tokens that have chosen, then programs that have scored each
-    token, and `predicted_arrivals` likewise for predictions.
+    token.
     """
 
     def __init__(
@@ -44,9 +44,7 @@ class Lane:
         )
         self.weights = parts[4].view(torch.float32).view(max_tokens, num_choices)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self.arrivals, self.predicted_arrivals = (
-            torch.zeros(1 + max_tokens, dtype=torch.int32, device=device) for _ in range(2)
-        )
+        self.arrivals = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
 
     @property
     def addresses(self) -> tuple[int, int, int, int, int, int, int, int]:

@@ -25,7 +25,7 @@ _OVERLAP_LOSS = 0.065
 # A link beside the others of its host; bytes that a rank exchanges per token, layer and hidden.
 _JOINT_LINK_SHARE, _EXCHANGED_BYTES = 0.992, 3.0
 # Of reading: routed experts of one token and of several, and a whole step on the CPU.
-_ONE_TOKEN_SHARE, _FEW_TOKENS_SHARE, _CPU_STEP_SHARE = 0.9, 0.885, 0.89
+_ONE_TOKEN_SHARE, _FEW_TOKENS_SHARE, _CPU_STEP_SHARE = 0.9, 0.92, 0.89
 # GPU's part of a decode layer: kernels' own time, hand-over, and the share of memory's rate.
 _DECODE_LAYER_SECONDS, _HAND_OVER_SECONDS, _GPU_READ_SHARE = 57e-6, 8e-6, 0.75
 # Attention takes as long as reading the cache so often: once, but latents, which all heads share,

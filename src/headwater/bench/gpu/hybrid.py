@@ -32,6 +32,8 @@ _HAND_OVERS = 64
 # Of each way to run a step; the first ones compile and capture.
 _WARM_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3, 43, 103
 _SECONDS_EACH = 6.0
+# Of a batch: other machines' use of the memory changes within seconds.
+_LEAST_STEPS, _MOST_STEPS, _STEPS_SECONDS = 18, 103, 12.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,47 +202,61 @@ def hand_over(
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Medians: seconds of a step and of the CPU's part in it; GB/s of reading between the steps.
+    """Medians: seconds of a step and of the CPU's part in it, and what memory gave meanwhile.
 
-    `best_gb_per_s` is the fastest of the reads: what memory does while nobody else uses it.
-    `fetched_bytes` were read ahead in a step; `right_share` of the likeliest experts were chosen.
+    `readable_bytes` and `cpu_readable_bytes` are what reading would have brought in that time, at
+    the rate just before and after. `read_gb_per_s` is that rate, `best_gb_per_s` the fastest read:
+    what memory does while nobody else uses it. `fetched_bytes` were read ahead in a step;
+    `right_share` of the likeliest experts were chosen.
     """
 
     seconds: float
     cpu_seconds: float
+    readable_bytes: float
+    cpu_readable_bytes: float
     read_gb_per_s: float
     best_gb_per_s: float
     fetched_bytes: float
     right_share: float
 
 
-def _time_steps(
-    decoder: HybridDecoder, rows: int, context: int, probe: ReadProbe, rounds: int = 15
-) -> _Steps:
+def _time_steps(decoder: HybridDecoder, rows: int, context: int, probe: ReadProbe) -> _Steps:
     """Steps and the probe in turn, so that both see the same moments."""
     parts = micro_batches(rows, is_dual=False)
     positions = torch.full((rows,), context - 1)
-    assert decoder.worker is not None
-    generator = torch.Generator().manual_seed(rows)
-    times, reads = [], []
     worker = decoder.worker
-    fetched, predicted, right = worker.fetched_bytes, worker.num_predicted, worker.num_right
-    for turn in range(rounds + 2):
+    assert worker is not None
+    generator = torch.Generator().manual_seed(rows)
+    times: list[tuple[float, float]] = []
+    reads: list[float] = []
+    counts: list[tuple[int, int, int]] = []
+    began = time.perf_counter()
+    while len(times) < _LEAST_STEPS or (
+        len(times) < _MOST_STEPS and time.perf_counter() - began < _STEPS_SECONDS
+    ):
         tokens = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
         reads.append(probe.gb_per_s())
-        busy, began_at = decoder.worker.busy_seconds, time.perf_counter()
+        busy, began_at = worker.busy_seconds, time.perf_counter()
         logits = decoder.logits(decoder.step(parts, tokens, positions)[0])
-        seconds = time.perf_counter() - began_at
-        if turn >= 2:
-            times.append((seconds, decoder.worker.busy_seconds - busy))
+        times.append((time.perf_counter() - began_at, worker.busy_seconds - busy))
+        counts.append((worker.fetched_bytes, worker.num_predicted, worker.num_right))
+    reads.append(probe.gb_per_s())
     assert bool(torch.isfinite(logits).all()), "the step gave no numbers"
+    # The first ones compile and capture.
+    around = [(1e9 * (a + b) / 2, *t) for a, b, t in zip(reads, reads[1:], times, strict=False)]
+    around = around[_WARM_ROUNDS:]
+    fetched, predicted, right = (
+        last - first for first, last in zip(counts[_WARM_ROUNDS - 1], counts[-1], strict=True)
+    )
     return _Steps(
-        statistics.median(t for t, _ in times),
-        statistics.median(b for _, b in times),
-        statistics.median(reads),
+        statistics.median(step for _, step, _ in around),
+        statistics.median(cpu for _, _, cpu in around),
+        statistics.median(rate * step for rate, step, _ in around),
+        statistics.median(rate * cpu for rate, _, cpu in around),
+        statistics.median(rate for rate, _, _ in around) / 1e9,
         max(reads),
-        (worker.fetched_bytes - fetched) / (rounds + 2),
-        (worker.num_right - right) / max(1, worker.num_predicted - predicted),
+        fetched / len(around),
+        right / max(1, predicted),
     )
 
 
@@ -313,8 +329,8 @@ def _row(
         "expert_gb": num_bytes / 1e9,
         "read_gb_per_s": steps.read_gb_per_s,
         "best_read_gb_per_s": steps.best_gb_per_s,
-        "roofline_ratio": num_bytes / steps.seconds / 1e9 / steps.read_gb_per_s,
-        "cpu_ratio": num_bytes / steps.cpu_seconds / 1e9 / steps.read_gb_per_s,
+        "roofline_ratio": num_bytes / steps.readable_bytes,
+        "cpu_ratio": num_bytes / steps.cpu_readable_bytes,
         "fetched_mb_per_layer": steps.fetched_bytes / spec.num_layers / 1e6,
         "right_share": steps.right_share,
         "tokens_per_s": batch / steps.seconds,

@@ -207,8 +207,8 @@ def choose(
     is_few = normal.shape[0] <= _FEW_TOKENS
     scores = None if is_few else torch.mm(normal, gate.t())
     target = (lane.x, lane.experts, lane.weights)
-    ticket = (lane.count, lane.posted) if is_posted else (None, None)
-    _launch(spec, normal, None, gate, scores, bias, target, lane.arrivals, ticket, layer)
+    posted = lane.posted if is_posted else None
+    _launch(spec, normal, None, gate, scores, bias, lane, target, posted, layer)
 
 
 def predict(
@@ -224,9 +224,8 @@ def predict(
 ) -> None:
     """Tells the lane's CPU what FP32 hidden [T, hidden] would choose, T <= MOST_PREDICTED."""
     target = (None, lane.predictions, None)
-    ticket = (lane.count, lane.predicted) if is_posted else (None, None)
-    arrivals = lane.predicted_arrivals
-    _launch(spec, hidden, norm, gate, None, bias, target, arrivals, ticket, layer)
+    predicted = lane.predicted if is_posted else None
+    _launch(spec, hidden, norm, gate, None, bias, lane, target, predicted, layer)
 
 
 def _launch(
@@ -236,12 +235,13 @@ def _launch(
     gate: Tensor,
     scores: Tensor | None,
     bias: Tensor | None,
+    lane: Lane,
     target: tuple[Tensor | None, Tensor, Tensor | None],
-    arrivals: Tensor,
-    ticket: tuple[Tensor | None, Tensor | None],
+    ticket: Tensor | None,
     layer: int,
 ) -> None:
-    """Scores, unless they are there already, and choices."""
+    """Scores, unless they are there already, and choices: inputs, experts and weights to `target`,
+    then the lane's next ticket."""
     num_tokens, width = x.shape
     width_block, num_experts = triton.next_power_of_2(width), spec.num_experts
     block = max(16, triton.next_power_of_2(num_experts))
@@ -255,8 +255,9 @@ def _launch(
         logits,
         bias,
         *target,
-        arrivals,
-        *ticket,
+        lane.arrivals,
+        None if ticket is None else lane.count,
+        ticket,
         layer,
         spec.routed_scale,
         0.0 if norm is None else norm.eps,
