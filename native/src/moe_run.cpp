@@ -91,7 +91,8 @@ void MoeRun::bring_to_front(std::span<const std::int32_t> experts) {
     Active* front = active_;
     Active* const end = active_ + num_active_;
     for (const std::int32_t expert : experts) {
-        Active* found = std::find_if(front, end, [&](const Active& a) { return a.expert == expert; });
+        Active* found =
+            std::find_if(front, end, [&](const Active& a) { return a.expert == expert; });
         if (found != end) {
             std::rotate(front++, found, found + 1);
         }

@@ -73,8 +73,8 @@ class WorkerPool {
         const int first = (shard * num_threads_ + num_shards - 1) / num_shards;
         return {first, ((shard + 1) * num_threads_ + num_shards - 1) / num_shards - first};
     }
-    // While it is wanted, idle workers do not sleep, if they have CPUs of their own: they would have
-    // to be woken for each of many short jobs.
+    // While it is wanted, idle workers do not sleep, if they have CPUs of their own: they would
+    // have to be woken for each of many short jobs.
     void keep_awake(bool is_wanted) noexcept { is_kept_awake_ = is_wanted; }
     // Binds the calling thread to the CPU that is kept free for it. Does nothing when not pinned.
     void pin_caller() const;

@@ -38,8 +38,8 @@ std::int64_t ExpertFetch::run(int worker, const std::function<bool()>& is_over) 
     const auto num_tasks = tasks_per_expert_ * static_cast<std::int64_t>(experts_.size());
     std::int64_t fetched = 0;
     for (std::int64_t task = worker - team.first; task < num_tasks; task += team.size) {
-        const auto expert = static_cast<std::size_t>(
-            experts_[static_cast<std::size_t>(task / tasks_per_expert_)]);
+        const auto expert =
+            static_cast<std::size_t>(experts_[static_cast<std::size_t>(task / tasks_per_expert_)]);
         const ExpertWeights& weights = layer_.shards()[static_cast<std::size_t>(home)][expert];
         const std::int64_t begin = task % tasks_per_expert_ * rows_per_task_;
         const std::int64_t end = std::min(begin + rows_per_task_, weights.gate.rows);

@@ -49,6 +49,6 @@ class Lane:
     @property
     def addresses(self) -> tuple[int, int, int, int, int, int, int, int]:
         """Where its parts are, as the worker wants them."""
-        parts = (self.posted, self.done, self.x, self.experts, self.weights, self.output)
-        parts += (self.predicted, self.predictions)
+        asked = (self.posted, self.done, self.x, self.experts, self.weights, self.output)
+        parts = (*asked, self.predicted, self.predictions)
         return tuple(part.data_ptr() for part in parts)  # type: ignore[return-value]
