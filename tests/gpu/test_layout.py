@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from headwater.bench.gpu.random_model import RandomModel
+from headwater.bench.gpu.slp import FP8
 from headwater.errors import ResourceError
 from headwater.gpu.host_ranges import HostRange, page_range
 from headwater.gpu.layout import ModelLayout, expert_range, lay_out, view_parts
 from headwater.gpu.memory_plan import MemoryPlan, fixed_bytes, plan_memory, token_bytes
+from headwater.model.layer_spec import MoeFfnSpec
 from headwater.model.spec import ModelSpec
 from headwater.synth.shapes import make_config
 
@@ -166,3 +170,21 @@ def test_tensors_without_gaps_are_one_range_per_layer() -> None:
     layout = lay_out(spec, weights)
     assert len(layout.ranges) == spec.num_layers
     assert [item.range_index for item in layout.items] == [0, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("in_huge_pages", [True, False])
+def test_repeated_layers_of_a_benchmark_share_ranges_but_not_gates(in_huge_pages: bool) -> None:
+    """Four layers with experts, two of which differ, and a dense one: three ranges apart."""
+    config = make_config("tiny", "deepseek_v3", layers=5) | {"quantization_config": FP8}
+    spec = ModelSpec.from_config(config, "config.json")
+    weights = RandomModel(spec, 2, in_huge_pages=in_huge_pages)
+    routed = [i for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, MoeFfnSpec)]
+    gates = [weights.tensor(f"layers.{i}.gate") for i in routed]
+    assert len({gate.data_ptr() for gate in gates}) == len(routed) > 2
+    assert not torch.equal(gates[0], gates[2])
+    experts = [weights.tensor(f"layers.{i}.experts.down").data_ptr() for i in routed]
+    assert experts[0] == experts[2] != experts[1]
+    ranges = sorted(lay_out(spec, weights).ranges, key=lambda r: r.address)
+    assert len(ranges) == 2 + min(2, spec.num_layers - len(routed))
+    for before, after in itertools.pairwise(ranges):
+        assert before.address + before.num_bytes <= after.address

@@ -55,18 +55,22 @@ class RandomModel:
         for tensor in spec.tensors():
             number = tensor.name.split(".")[1] if tensor.name.startswith("layers.") else ""
             by_layer.setdefault(number, []).append(tensor)
-        tiles = _Tiles()
-        for name in ["", *(str(i) for i in sorted(set(sources.values())))]:
-            self._fill(by_layer[name], tiles)
+        gates: dict[int, list[TensorSpec]] = {source: [] for source in sources.values()}
         for layer, source in sources.items():
-            gates = (f"layers.{layer}.gate", f"layers.{layer}.gate.bias")
-            if layer in routed:
-                self._fill([t for t in by_layer[str(layer)] if t.name in gates], tiles)
+            names = (f"layers.{layer}.gate", f"layers.{layer}.gate.bias")
+            if layer != source:
+                gates[source] += [t for t in by_layer[str(layer)] if t.name in names]
+        tiles = _Tiles()
+        self._fill(by_layer[""], tiles)
+        for source in sorted(gates):
+            first, *others = by_layer[str(source)]
+            # In between, so that a layer's memory goes from the first to the last as ever.
+            self._fill([first, *gates[source], *others], tiles)
+        for layer, source in sources.items():
             for tensor in by_layer[str(layer)]:
-                if tensor.name in self._tensors:
-                    continue
                 suffix = tensor.name.removeprefix(f"layers.{layer}.")
-                self._tensors[tensor.name] = self._tensors[f"layers.{source}.{suffix}"]
+                found = self._tensors[f"layers.{source}.{suffix}"]
+                self._tensors.setdefault(tensor.name, found)
 
     def tensor(self, name: str) -> Tensor:
         """See Weights."""
