@@ -199,7 +199,9 @@ def main() -> None:
     command.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     command.add_argument("--context", type=int, default=2048)
     command.add_argument("--spare-cpus", type=int, default=0, help="CPUs that decode leaves")
-    command.add_argument("--small-pages", action="store_true", help="of a memfd, as the kernel is")
+    command.add_argument(
+        "--small-pages", action="store_true", help="weights in a memfd, with the kernel's pages"
+    )
     command.add_argument("--json")
     command = commands.add_parser("dual", help=dual.__doc__)
     command.set_defaults(run=dual)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,25 @@ from headwater.model.layer_spec import LinearFormat, MoeFfnSpec
 from headwater.model.linear import Scratch
 from headwater.model.moe import MoeFfn
 from headwater.model.source import WeightSource
+from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
+from headwater.weights.store import WeightsStore
 from tests.gpu.models import pages_of, prompt, run, tiny_weights
 from tests.gpu.samples import relative_error
 
 CPU = torch.device("cpu")
 LENGTH = 9
+
+
+@contextmanager
+def _mixtral(
+    tmp_path: Path, shm_prefix: str
+) -> Iterator[tuple[ModelSpec, WeightsStore, MoeFfnSpec]]:
+    """A model all of whose layers have experts, and what those of the first are."""
+    with tiny_weights(tmp_path, shm_prefix, "mixtral", "bf16") as (spec, weights):
+        ffn = spec.layers[0].ffn
+        assert isinstance(ffn, MoeFfnSpec)
+        yield spec, weights, ffn
 
 
 @pytest.mark.parametrize(
@@ -72,9 +86,7 @@ def test_steps_agree_with_the_reference(
 
 
 def test_the_worker_answers_whichever_lane_asks(tmp_path: Path, shm_prefix: str) -> None:
-    with tiny_weights(tmp_path, shm_prefix, "mixtral", "bf16") as (spec, weights):
-        ffn = spec.layers[0].ffn
-        assert isinstance(ffn, MoeFfnSpec)
+    with _mixtral(tmp_path, shm_prefix) as (spec, weights, ffn):
         pool = WorkerPool(2)
         layers = [StoredExperts(weights, i, ffn, pool) for i in (0, 1)]
         lanes = [Lane(4, spec.hidden_size, ffn.experts_per_token, CPU) for _ in range(2)]
@@ -125,9 +137,7 @@ def test_predictions_change_nothing_but_what_is_read_ahead(
 
 
 def test_experts_are_read_ahead_until_the_question_comes(tmp_path: Path, shm_prefix: str) -> None:
-    with tiny_weights(tmp_path, shm_prefix, "mixtral", "bf16") as (spec, weights):
-        ffn = spec.layers[0].ffn
-        assert isinstance(ffn, MoeFfnSpec)
+    with _mixtral(tmp_path, shm_prefix) as (spec, weights, ffn):
         # Alone: of several workers one may come too late for its part.
         pool = WorkerPool(1)
         layers = [StoredExperts(weights, i, ffn, pool) for i in (0, 1)]
@@ -141,15 +151,13 @@ def test_experts_are_read_ahead_until_the_question_comes(tmp_path: Path, shm_pre
             gate_and_up = 2 * ffn.intermediate_size * spec.hidden_size * 2
             assert worker.fetched_bytes == (turn + 1) * gate_and_up
             lane.experts.copy_(torch.tensor([chosen]))
-            lane.count += 1
-            lane.posted.copy_(lane.count << ExpertWorker.LAYER_BITS | turn)
+            _post(lane, turn)
             add_and_norm(torch.zeros(1, spec.hidden_size), Pending(None, lane, turn), None)
             # Of the likeliest experts, 1 was asked for and 3 was not.
             assert worker.num_right == 1
         # A prediction for a question that was answered is late.
         _post_prediction(lane, 0, torch.tensor([[1, 0]]), 0)
-        lane.count += 1
-        lane.posted.copy_(lane.count << ExpertWorker.LAYER_BITS)
+        _post(lane, 0)
         add_and_norm(torch.zeros(1, spec.hidden_size), Pending(None, lane, 0), None)
         assert (worker.num_predicted, worker.num_right) == (2, 1)
         _post_prediction(lane, 0, torch.tensor([[1, 99]]), 1)
@@ -159,9 +167,7 @@ def test_experts_are_read_ahead_until_the_question_comes(tmp_path: Path, shm_pre
 
 def test_a_closed_lane_leaves_the_pool_alone(tmp_path: Path, shm_prefix: str) -> None:
     """A step that failed leaves a prediction, or a question, that nobody waits for any more."""
-    with tiny_weights(tmp_path, shm_prefix, "mixtral", "bf16") as (spec, weights):
-        ffn = spec.layers[0].ffn
-        assert isinstance(ffn, MoeFfnSpec)
+    with _mixtral(tmp_path, shm_prefix) as (spec, weights, ffn):
         pool = WorkerPool(2)
         lane = Lane(1, spec.hidden_size, 2, CPU)
         worker = ExpertWorker(pool, [StoredExperts(weights, 0, ffn, pool)], [lane])
@@ -171,13 +177,18 @@ def test_a_closed_lane_leaves_the_pool_alone(tmp_path: Path, shm_prefix: str) ->
             if turn % 2:
                 _post_prediction(lane, 0, torch.tensor([[0, 1]]), 1)
             else:
-                lane.count += 1
-                lane.posted.copy_(lane.count << ExpertWorker.LAYER_BITS)
+                _post(lane, 0)
             worker.close(0)
             answered, fetched = worker.num_answered, worker.fetched_bytes
             # By this thread, which must be the only one.
             assert probe.gb_per_s() > 0
             assert (worker.num_answered, worker.fetched_bytes) == (answered, fetched)
+
+
+def _post(lane: Lane, layer: int) -> None:
+    """As `ask` does, for whatever experts stand there."""
+    lane.count += 1
+    lane.posted.copy_(lane.count << ExpertWorker.LAYER_BITS | layer)
 
 
 def _post_prediction(lane: Lane, layer: int, experts: torch.Tensor, ahead: int) -> None:
@@ -201,9 +212,7 @@ def _closes(worker: ExpertWorker) -> bool:
 
 def test_a_wrong_request_is_answered_and_reported(tmp_path: Path, shm_prefix: str) -> None:
     """The GPU must not wait for ever, whatever it asked for."""
-    with tiny_weights(tmp_path, shm_prefix, "mixtral", "bf16") as (spec, weights):
-        ffn = spec.layers[0].ffn
-        assert isinstance(ffn, MoeFfnSpec)
+    with _mixtral(tmp_path, shm_prefix) as (spec, weights, ffn):
         pool = WorkerPool(1)
         lane = Lane(1, spec.hidden_size, ffn.experts_per_token, CPU)
         worker = ExpertWorker(pool, [StoredExperts(weights, 0, ffn, pool)], [lane])
@@ -211,8 +220,7 @@ def test_a_wrong_request_is_answered_and_reported(tmp_path: Path, shm_prefix: st
         for layer, expert, problem in ((7, 0, "layer 7 of 1"), (0, 99, "expert 99 of")):
             worker.open(0, 1)
             lane.experts.fill_(expert)
-            lane.count += 1
-            lane.posted.copy_(lane.count << ExpertWorker.LAYER_BITS | layer)
+            _post(lane, layer)
             add_and_norm(x, Pending(None, lane, layer), None)
             with pytest.raises(InternalError, match=f"expert worker: {problem}"):
                 worker.close(0)

@@ -13,12 +13,38 @@ constexpr std::int64_t kPiece = 4096;
 constexpr std::int64_t kLine = 64;
 constexpr std::int64_t kFetchedRows = kRowUnit / 2;
 
-// By loads: of prefetches a core drops some when it has too many under way.
-void touch(const std::byte* data, std::int64_t num_bytes) {
-    for (std::int64_t at = 0; at < num_bytes; at += kLine) {
-        static_cast<void>(*static_cast<const volatile std::byte*>(data + at));
+// What one worker reads, piece by piece, while it may.
+class Reader {
+  public:
+    Reader(std::int64_t most, const std::function<bool()>& is_over)
+        : most_(most), is_over_(is_over) {}
+
+    // Whether there may be more after it.
+    bool read(const std::byte* data, std::int64_t num_bytes) {
+        for (std::int64_t at = 0; at < num_bytes; at += kPiece) {
+            if (num_read_ >= most_ || is_over_()) {
+                return false;
+            }
+            const std::int64_t size = std::min(kPiece, num_bytes - at);
+            touch(data + at, size);
+            num_read_ += size;
+        }
+        return true;
     }
-}
+    std::int64_t num_read() const { return num_read_; }
+
+  private:
+    // By loads: of prefetches a core drops some when it has too many under way.
+    static void touch(const std::byte* data, std::int64_t num_bytes) {
+        for (std::int64_t at = 0; at < num_bytes; at += kLine) {
+            static_cast<void>(*static_cast<const volatile std::byte*>(data + at));
+        }
+    }
+
+    const std::int64_t most_;
+    const std::function<bool()>& is_over_;
+    std::int64_t num_read_ = 0;
+};
 
 }  // namespace
 
@@ -36,7 +62,7 @@ std::int64_t ExpertFetch::run(int worker, const std::function<bool()>& is_over) 
     const int home = pool_.shard_of(worker, num_shards);
     const WorkerPool::Team team = pool_.team_of(home, num_shards);
     const auto num_tasks = tasks_per_expert_ * static_cast<std::int64_t>(experts_.size());
-    std::int64_t fetched = 0;
+    Reader reader(most_per_worker_, is_over);
     for (std::int64_t task = worker - team.first; task < num_tasks; task += team.size) {
         const auto expert =
             static_cast<std::size_t>(experts_[static_cast<std::size_t>(task / tasks_per_expert_)]);
@@ -47,18 +73,13 @@ std::int64_t ExpertFetch::run(int worker, const std::function<bool()>& is_over) 
             for (std::int64_t row = begin; row < end; row += kRowUnit) {
                 const std::byte* data = matrix->data + row * matrix->row_bytes;
                 const std::int64_t size = std::min(kFetchedRows, end - row) * matrix->row_bytes;
-                for (std::int64_t at = 0; at < size; at += kPiece) {
-                    if (fetched >= most_per_worker_ || is_over()) {
-                        return fetched;
-                    }
-                    const std::int64_t piece = std::min(kPiece, size - at);
-                    touch(data + at, piece);
-                    fetched += piece;
+                if (!reader.read(data, size)) {
+                    return reader.num_read();
                 }
             }
         }
     }
-    return fetched;
+    return reader.num_read();
 }
 
 }  // namespace headwater

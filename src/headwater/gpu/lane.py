@@ -27,22 +27,21 @@ class Lane:
     def __init__(
         self, max_tokens: int, hidden_size: int, num_choices: int, device: torch.device
     ) -> None:
-        states, choices = 4 * max_tokens * hidden_size, 4 * max_tokens * num_choices
-        sizes = [64, 64, states, choices, choices, states, 64, choices]
+        ticket, states, choices = 64, 4 * max_tokens * hidden_size, 4 * max_tokens * num_choices
+        sizes = [*3 * [ticket], *2 * [states], *3 * [choices]]
         memory = torch.zeros(
             sum(map(aligned, sizes)), dtype=torch.uint8, pin_memory=device.type == "cuda"
         )
-        starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
-        parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        parts = memory.split([aligned(size) for size in sizes])
         self.max_tokens = max_tokens
-        self.posted, self.done, self.predicted = (parts[i].view(torch.int64)[:1] for i in (0, 1, 6))
+        self.posted, self.done, self.predicted = (part.view(torch.int64)[:1] for part in parts[:3])
         self.x, self.output = (
-            parts[i].view(torch.float32).view(max_tokens, hidden_size) for i in (2, 5)
+            part[:states].view(torch.float32).view(max_tokens, hidden_size) for part in parts[3:5]
         )
-        self.experts, self.predictions = (
-            parts[i].view(torch.int32).view(max_tokens, num_choices) for i in (3, 7)
+        self.experts, self.predictions, weights = (
+            part[:choices].view(torch.int32).view(max_tokens, num_choices) for part in parts[5:]
         )
-        self.weights = parts[4].view(torch.float32).view(max_tokens, num_choices)
+        self.weights = weights.view(torch.float32)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
         self.arrivals = torch.zeros(1 + max_tokens, dtype=torch.int32, device=device)
 

@@ -106,7 +106,7 @@ def predict(
         return
     experts, _ = choose_experts(spec, torch.mm(norm(hidden), gate.t()), bias)
     lane.predictions[: hidden.shape[0]] = experts
-    lane.predicted.copy_(((lane.count + 1) << ExpertWorker.LAYER_BITS) | layer)
+    lane.predicted.copy_(_ticket(lane, layer, ahead=1))
 
 
 def _await(lane: Lane, layer: int) -> None:
@@ -203,5 +203,5 @@ def _read_ahead_bytes(pool: WorkerPool) -> int:
     return known or _LEAST_CACHE_BYTES * pool.num_threads
 
 
-def _ticket(lane: Lane, layer: int) -> Tensor:
-    return (lane.count << ExpertWorker.LAYER_BITS) | layer
+def _ticket(lane: Lane, layer: int, ahead: int = 0) -> Tensor:
+    return ((lane.count + ahead) << ExpertWorker.LAYER_BITS) | layer

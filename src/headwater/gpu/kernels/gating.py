@@ -186,6 +186,7 @@ def _gate(
                 tl.store(arrivals, 0)
             if posted is not None:
                 store_release(posted.to(tl.int64), (number << layer_bits) | layer)
+                # A prediction leaves the number to its question.
                 if weights is not None:
                     tl.store(count, number)
 
@@ -204,11 +205,9 @@ def choose(
 
     `gate` is FP32 [experts, hidden]. What is not posted is written, but nobody is asked for it.
     """
-    is_few = normal.shape[0] <= _FEW_TOKENS
-    scores = None if is_few else torch.mm(normal, gate.t())
     target = (lane.x, lane.experts, lane.weights)
     posted = lane.posted if is_posted else None
-    _launch(spec, normal, None, gate, scores, bias, lane, target, posted, layer)
+    _launch(spec, normal, None, gate, bias, lane, target, posted, layer)
 
 
 def predict(
@@ -225,7 +224,7 @@ def predict(
     """Tells the lane's CPU what FP32 hidden [T, hidden] would choose, T <= MOST_PREDICTED."""
     target = (None, lane.predictions, None)
     predicted = lane.predicted if is_posted else None
-    _launch(spec, hidden, norm, gate, None, bias, lane, target, predicted, layer)
+    _launch(spec, hidden, norm, gate, bias, lane, target, predicted, layer)
 
 
 def _launch(
@@ -233,25 +232,27 @@ def _launch(
     x: Tensor,
     norm: Norm | None,
     gate: Tensor,
-    scores: Tensor | None,
     bias: Tensor | None,
     lane: Lane,
     target: tuple[Tensor | None, Tensor, Tensor | None],
     ticket: Tensor | None,
     layer: int,
 ) -> None:
-    """Scores, unless they are there already, and choices: inputs, experts and weights to `target`,
-    then the lane's next ticket."""
+    """Inputs, experts and weights of x [T, hidden], normed if there is a norm, go to `target`, the
+    lane's next ticket to `ticket`; with a norm T <= _FEW_TOKENS."""
     num_tokens, width = x.shape
+    is_few = num_tokens <= _FEW_TOKENS
     width_block, num_experts = triton.next_power_of_2(width), spec.num_experts
     block = max(16, triton.next_power_of_2(num_experts))
     each = max(1, min(_TILE // width_block, triton.next_power_of_2(num_experts // _PROGRAMS)))
-    programs = 1 if scores is not None else 1 + triton.cdiv(num_experts, each)
-    logits = torch.empty(num_tokens, num_experts, device=x.device) if scores is None else scores
-    _gate[(programs, num_tokens)](
+    if is_few:
+        logits = torch.empty(num_tokens, num_experts, device=x.device)
+    else:
+        logits = torch.mm(x, gate.t())
+    _gate[(1 + triton.cdiv(num_experts, each) if is_few else 1, num_tokens)](
         x,
         None if norm is None else norm.weight,
-        gate if scores is None else None,
+        gate if is_few else None,
         logits,
         bias,
         *target,
