@@ -50,4 +50,4 @@ class Lane:
         """Where its parts are, as the worker wants them."""
         asked = (self.posted, self.done, self.x, self.experts, self.weights, self.output)
         parts = (*asked, self.predicted, self.predictions)
-        return tuple(part.data_ptr() for part in parts)  # type: ignore[return-value]
+        return tuple(part.data_ptr() for part in parts)
