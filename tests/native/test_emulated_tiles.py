@@ -26,7 +26,7 @@ NEEDED = (
     "src/self_test.cpp",
 )
 FEATURES = (
-    "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vbmi avx512bf16 amx-tile amx-bf16"
+    "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vbmi avx512bf16 amx-tile amx-bf16 gfni"
 )
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
 

@@ -13,16 +13,6 @@
 namespace headwater::amx {
 namespace {
 
-void prepare(const Matrix& m, const float* x, std::byte* out) {
-    if (m.format != Format::kFp8) {
-        return avx512::prepare(m, x, out);
-    }
-    Matrix in_order = m;
-    in_order.format = Format::kBf16;
-    avx512::prepare(in_order, x, out);
-    sort_even_odd(out, avx512::blocks_of(m.columns) * avx512::kBlock);
-}
-
 std::int64_t scratch_bytes(const Matrix& m) {
     const std::int64_t most = few_bytes(m) > many_bytes(m) ? few_bytes(m) : many_bytes(m);
     const std::int64_t without_tiles = avx512::scratch_bytes(m);
@@ -62,7 +52,7 @@ void multiply(const Product& p) {
 const Kernels kKernels = {
     .isa = Isa::kAmx,
     .prepared_bytes = &avx512::prepared_bytes,
-    .prepare = &prepare,
+    .prepare = &avx512::prepare,
     .scratch_bytes = &scratch_bytes,
     .multiply = &multiply,
     .multiply_many = &multiply_many,

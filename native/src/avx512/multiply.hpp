@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "fetch.hpp"
 #include "headwater/kernels.hpp"
 #include "prepare.hpp"
 
@@ -27,11 +28,11 @@ inline void multiply_block(const typename F::Tables& tables, const typename F::R
     if constexpr (kIsWhole) {
 #pragma GCC unroll 16
         for (std::int64_t at = 0; at < kRows * F::kBlockBytes; at += 64) {
-            _mm_prefetch(reinterpret_cast<const char*>(ahead + at), _MM_HINT_T1);
+            fetch_far(ahead + at);
         }
     } else {
         for (std::int64_t at = 0; at < kRows * num_bytes; at += 64) {
-            _mm_prefetch(reinterpret_cast<const char*>(ahead + at), _MM_HINT_T1);
+            fetch_far(ahead + at);
         }
     }
 #pragma GCC unroll 4
@@ -143,7 +144,7 @@ inline void multiply_tile(const typename F::Tables& tables, const Matrix& m,
                                                 sums, ahead, totals);
         ahead += kRows * F::kBlockBytes;
         if constexpr (F::kPrefetchesScales && kTokens == 1) {
-            _mm_prefetch(reinterpret_cast<const char*>(scales.at), _MM_HINT_T1);
+            fetch_far(scales.at);
             scales.at += scales.step;
         }
 #pragma GCC unroll 4

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "fetch.hpp"
 #include "headwater/attention.hpp"
 #include "simd/pieces.hpp"
 
@@ -43,7 +44,7 @@ class Prefetch {
             return;
         }
         if (*token_ != nullptr) {
-            __builtin_prefetch(*token_ + offset_ + element_, 0, 2);
+            fetch_far(*token_ + offset_ + element_);
         }
         element_ += kLine;
         if (element_ >= dim_) {

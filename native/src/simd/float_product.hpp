@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "fetch.hpp"
 #include "headwater/float_product.hpp"
 #include "simd/pieces.hpp"
 
@@ -199,7 +200,7 @@ inline void prefetch_behind(const Row& row, std::int64_t columns) {
     constexpr std::int64_t kAheadBytes = 8 << 10;
     const auto* end = static_cast<const char*>(row.at(columns)) + kAheadBytes;
     for (const auto* p = static_cast<const char*>(row.at(0)) + kAheadBytes; p < end; p += kLine) {
-        __builtin_prefetch(p, 0, 2);
+        fetch_far(p);
     }
 }
 
