@@ -14,7 +14,13 @@ from headwater.bench.gpu.slp import FP8
 from headwater.errors import ResourceError
 from headwater.gpu.host_ranges import HostRange, page_range
 from headwater.gpu.layout import ModelLayout, expert_range, lay_out, view_parts
-from headwater.gpu.memory_plan import MemoryPlan, fixed_bytes, plan_memory, token_bytes
+from headwater.gpu.memory_plan import (
+    SLICE_TOKENS,
+    MemoryPlan,
+    fixed_bytes,
+    plan_memory,
+    token_bytes,
+)
 from headwater.model.layer_spec import MoeFfnSpec
 from headwater.model.spec import ModelSpec
 from headwater.synth.shapes import make_config
@@ -128,6 +134,16 @@ def test_ranks_divide_a_stripes_share_and_need_more_for_what_they_exchange() -> 
     alone, two, four = (token_bytes(spec, ranks) for ranks in (1, 2, 4))
     assert two - four == pytest.approx(alone / 4, abs=2)
     assert two > alone
+
+
+def test_a_gated_network_has_all_three_weights_in_fp16_at_once() -> None:
+    def fixed(width: int) -> int:
+        config = {**make_config("deepseek-v3"), "intermediate_size": width}
+        return fixed_bytes(ModelSpec.from_config(config, "config.json"))
+
+    # So wide that its layers need the most; a slice of tokens passes through it besides.
+    per_column = (fixed(1 << 17) - fixed(1 << 16)) / (1 << 16)
+    assert per_column == 3 * 2 * 7168 + 3 * 6 * SLICE_TOKENS
 
 
 def test_slots_are_large_enough_for_every_layout_that_uses_them() -> None:

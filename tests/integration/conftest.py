@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import unique_prefix
+from tests.integration.router_rig import Rig, running_rig
 from tests.integration.stack import Stack
 from tests.tiny_model import write_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
 
@@ -52,3 +53,10 @@ def shared_stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         stack.start()
         yield stack
         stack.stop()
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """A router with scripted engines."""
+    async with running_rig() as running:
+        yield running

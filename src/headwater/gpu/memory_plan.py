@@ -150,8 +150,8 @@ def _dense_ahead(layout: ModelLayout) -> int:
 def _layer_token_bytes(hidden: int, layer: LayerSpec) -> int:
     attention = layer.attention
     if isinstance(attention, MlaSpec):
-        # Compressed queries, and latents with their export.
-        kept = 2 * (attention.q_lora_rank or 0) + 6 * (attention.kv_lora_rank + attention.rope_dim)
+        # Compressed queries; latents in FP32 and FP16, with their export.
+        kept = 2 * (attention.q_lora_rank or 0) + 8 * (attention.kv_lora_rank + attention.rope_dim)
         kept += 2 * attention.num_heads * attention.v_dim
     else:
         assert isinstance(attention, GqaSpec)
@@ -167,20 +167,21 @@ def _layer_token_bytes(hidden: int, layer: LayerSpec) -> int:
 def _layer_fixed_bytes(hidden: int, layer: LayerSpec) -> int:
     attention, ffn = layer.attention, layer.ffn
     if isinstance(attention, MlaSpec):
-        widest = attention.num_heads * max(attention.v_dim, attention.nope_dim + attention.rope_dim)
+        heads = attention.num_heads * max(attention.v_dim, attention.nope_dim + attention.rope_dim)
     else:
-        widest = attention.num_heads * attention.head_dim
+        heads = attention.num_heads * attention.head_dim
     rows = 0
     if isinstance(ffn, MoeFfnSpec):
         rows = MAX_ROWS * (4 * hidden + 2 * ffn.intermediate_size)
-        widest = max(widest, ffn.shared_intermediate_size)
+        inner = ffn.shared_intermediate_size
     else:
-        widest = max(widest, ffn.intermediate_size)
-    # Dense weights in FP16, two at once; a slice of tokens before and after them; queries, keys,
-    # values and outputs of some heads, with what they are made from.
-    return (
-        4 * hidden * widest + 6 * SLICE_TOKENS * (hidden + 3 * widest) + 10 * HEADS_ELEMENTS + rows
-    )
+        inner = ffn.intermediate_size
+    # Dense weights in FP16: two of attention at once, or all three of a gated network; a slice of
+    # tokens before and after them; queries, keys, values and outputs of some heads, with what they
+    # are made from.
+    weights = 2 * hidden * max(2 * heads, 3 * inner)
+    slices = 6 * SLICE_TOKENS * (hidden + 3 * max(heads, inner))
+    return weights + slices + 10 * HEADS_ELEMENTS + rows
 
 
 def _expanded_bytes(spec: ModelSpec, layer: LayerSpec) -> int:
