@@ -32,7 +32,7 @@ from headwater.gpu.kernels.experts import ExpertStack, Rows, Tiles
 from headwater.gpu.kernels.handover import add_and_norm
 from headwater.gpu.kernels.table import EXPANDED_FROM, HEIGHTS, MOST_QUANTIZED
 from headwater.gpu.lane import MOST_PREDICTED, Lane
-from headwater.gpu.resident import Norm
+from headwater.gpu.resident import Norm, ResidentGate
 from headwater.model.layer_spec import GqaSpec, MlaSpec, MoeFfnSpec, RopeSpec
 from tests.gpu.fake_cuda import FakeDriver
 
@@ -125,14 +125,15 @@ def _compile_others() -> None:
     combine.add_weighted(_empty(100, HIDDEN), _empty(50, HIDDEN), places, shares, 3)
     lane, norm = Lane(5, 64, 8, torch.device("cpu")), Norm(_empty(HIDDEN), 1e-6)
     routed = MoeFfnSpec(256, 8, 2048, "sigmoid_bias_group", True, 2.5, 8, 4)
+    gate = ResidentGate(routed, _empty(256, HIDDEN), _empty(256))
     for count in (1, 3, 5):
         hidden, pieces = _empty(count, HIDDEN), _empty(3, count, HIDDEN)
         add_and_norm(hidden, pieces, None, norm, is_kept=True)
         add_and_norm(hidden, pieces[:1], (lane, 2), norm, is_kept=False)
         add_and_norm(hidden, None, (lane, 2), None, is_kept=False)
-        gating.choose(routed, hidden, _empty(256, HIDDEN), _empty(256), lane, 2)
+        gating.choose(gate, hidden, lane, 2)
         if count <= MOST_PREDICTED:
-            gating.predict(routed, hidden, norm, _empty(256, HIDDEN), _empty(256), lane, 2)
+            gating.predict(gate, hidden, norm, lane, 2)
     positions = _empty(1, dtype=torch.int64)
     rope = RopeSpec("default", 64, 1e4, is_interleaved=True)
     mla = MlaSpec(128, 1536, 512, 128, 64, 128, 0.1, rope)

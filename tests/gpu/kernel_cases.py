@@ -33,9 +33,8 @@ from headwater.gpu.kernels.experts import ExpertStack, Format, Rows, Tiles, cut_
 from headwater.gpu.kernels.handover import add_and_norm
 from headwater.gpu.kernels.table import EXPANDED_FROM
 from headwater.gpu.lane import Lane
-from headwater.gpu.resident import Norm
+from headwater.gpu.resident import Norm, ResidentGate
 from headwater.model.expand import rows_of
-from headwater.model.gate import choose_experts
 from headwater.model.layer_spec import GqaSpec, MlaSpec, MoeFfnSpec, RopeSpec
 from tests.gpu.samples import random_stack, relative_error
 
@@ -258,8 +257,8 @@ def _values(generator: torch.Generator, device: torch.device) -> float:
     return max(0.0, relative_error(ours, expected) - 1e-3)
 
 
-def _gate(kind: str, generator: torch.Generator) -> tuple[MoeFfnSpec, Tensor, Tensor | None]:
-    """40 experts, six of which are chosen: the gate [40, 24], and its bias."""
+def _gate(kind: str, generator: torch.Generator) -> ResidentGate:
+    """40 experts, six of which are chosen, for 24 columns."""
     is_sigmoid = kind == "sigmoid_bias_group"
     spec = MoeFfnSpec(
         num_experts=40,
@@ -271,21 +270,24 @@ def _gate(kind: str, generator: torch.Generator) -> tuple[MoeFfnSpec, Tensor, Te
         num_groups=8 if is_sigmoid else 1,
         groups_per_token=3 if is_sigmoid else 1,
     )
-    gate = torch.randn(40, 24, generator=generator) / 5
-    return spec, gate, torch.randn(40, generator=generator) / 10 if is_sigmoid else None
+    weight = torch.randn(40, 24, generator=generator) / 5
+    bias = torch.randn(40, generator=generator) / 10 if is_sigmoid else None
+    return ResidentGate(spec, weight, bias)
+
+
+def _moved(gate: ResidentGate, device: torch.device) -> ResidentGate:
+    bias = None if gate.bias is None else gate.bias.to(device)
+    return ResidentGate(gate.spec, gate.weight.to(device), bias)
 
 
 def _predict(kind: str, tokens: int, generator: torch.Generator, device: torch.device) -> None:
-    spec, gate, bias = _gate(kind, generator)
+    gate = _gate(kind, generator)
     hidden = 3 * torch.randn(tokens, 24, generator=generator)
     norm = Norm(1 + torch.randn(24, generator=generator) / 5, 1e-6)
     lane = Lane(tokens, 24, 6, device)
     moved = Norm(norm.weight.to(device), norm.eps)
-    on_device = None if bias is None else bias.to(device)
-    gating.predict(
-        spec, hidden.to(device), moved, gate.to(device), on_device, lane, 0, is_posted=False
-    )
-    expected, _ = choose_experts(spec, norm(hidden) @ gate.t(), bias)
+    gating.predict(_moved(gate, device), hidden.to(device), moved, lane, 0, is_posted=False)
+    expected, _ = gate(norm(hidden))
     # What the step itself uses is left alone.
     assert torch.equal(lane.predictions.cpu(), expected.int()), "other experts"
     assert not bool(lane.arrivals.any()), "not ready for the next layer"
@@ -293,15 +295,13 @@ def _predict(kind: str, tokens: int, generator: torch.Generator, device: torch.d
 
 
 def _chosen(kind: str, tokens: int, generator: torch.Generator, device: torch.device) -> float:
-    spec, gate, bias = _gate(kind, generator)
+    gate = _gate(kind, generator)
     normal = torch.randn(tokens, 24, generator=generator)
-    on_device = None if bias is None else bias.to(device)
     lane = Lane(tokens, 24, 6, device)
-    moved = normal.to(device)
-    gating.choose(spec, moved, gate.to(device), on_device, lane, 0, is_posted=False)
+    gating.choose(_moved(gate, device), normal.to(device), lane, 0, is_posted=False)
     assert not bool(lane.arrivals.any()), "not ready for the next layer"
     assert torch.equal(lane.x, normal), "other inputs"
-    expected_experts, expected = choose_experts(spec, normal @ gate.t(), bias)
+    expected_experts, expected = gate(normal)
     assert torch.equal(lane.experts, expected_experts.int()), "other experts"
     return relative_error(lane.weights, expected)
 

@@ -16,7 +16,7 @@ from headwater.gpu import hybrid_decoder
 from headwater.gpu.hybrid_decoder import HybridDecoder, MicroBatch
 from headwater.gpu.lane import Lane
 from headwater.gpu.mailbox import ExpertWorker, Pending, StoredExperts, add_and_norm, ask, predict
-from headwater.gpu.resident import Norm
+from headwater.gpu.resident import Norm, ResidentGate
 from headwater.kernels import WorkerPool
 from headwater.model.batch import SequenceChunk
 from headwater.model.layer_spec import LinearFormat, MoeFfnSpec
@@ -100,8 +100,8 @@ def test_the_worker_answers_whichever_lane_asks(tmp_path: Path, shm_prefix: str)
             worker.open(lane, 4)
             normal, _ = add_and_norm(hidden, Pending(), norm)
             assert normal is not None
-            gate = weights.tensor(f"layers.{layer}.gate").float()
-            ask(lanes[lane], layer, ffn, normal, gate, None)
+            weight = weights.tensor(f"layers.{layer}.gate").float()
+            ask(lanes[lane], layer, ResidentGate(ffn, weight, None), normal)
             pieces = torch.randn(2, 4, spec.hidden_size)
             add_and_norm(hidden, Pending(pieces, lanes[lane], layer), None)
             worker.close(lane)

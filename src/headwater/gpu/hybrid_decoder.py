@@ -27,7 +27,7 @@ from headwater.gpu.mailbox import (
     predict,
 )
 from headwater.gpu.precedence import lane_queue
-from headwater.gpu.resident import GatedNetwork, ResidentWeights
+from headwater.gpu.resident import GatedNetwork, ResidentGate, ResidentWeights
 from headwater.model.layer_spec import GqaSpec, MoeFfnSpec
 
 if TYPE_CHECKING:
@@ -299,26 +299,22 @@ class _Layer:
         else:
             self.attention = MlaDecode(spec.attention, below, angles)
         self._number = number
-        self._routed = spec.ffn if isinstance(spec.ffn, MoeFfnSpec) else None
+        self._gate: ResidentGate | None = None
         self._network: GatedNetwork | None = None
-        if self._routed is None:
+        if not isinstance(spec.ffn, MoeFfnSpec):
             self._network = GatedNetwork(weights.below("ffn"))
             return
-        if self._routed.shared_intermediate_size:
+        if spec.ffn.shared_intermediate_size:
             self._network = GatedNetwork(weights.below("shared"))
-        self._gate = weights.floats("gate")
-        has_bias = self._routed.gate == "sigmoid_bias_group"
-        self._bias = weights.floats("gate.bias") if has_bias else None
+        self._gate = ResidentGate.of(spec.ffn, weights)
 
     def predict_from(self, hidden: Tensor, lane: Lane) -> None:
         """Tells the CPU which experts it will ask for, if it does, from the layer before's state.
 
         What that layer's experts and this one's attention add to it is not known yet.
         """
-        if self._routed is not None:
-            predict(
-                lane, self._number, self._routed, hidden, self._ffn_norm, self._gate, self._bias
-            )
+        if self._gate is not None:
+            predict(lane, self._number, self._gate, hidden, self._ffn_norm)
 
     def add_to(
         self,
@@ -334,13 +330,13 @@ class _Layer:
         _, x = add_and_norm(hidden, pending, self._attention_norm)
         assert x is not None
         pieces = self.attention(x, positions, cache, bound)
-        is_routed = self._routed is not None
+        is_routed = self._gate is not None
         normal, x = add_and_norm(hidden, Pending(pieces), self._ffn_norm, is_kept=is_routed)
         assert x is not None
-        if self._routed is None:
+        if self._gate is None:
             assert self._network is not None
             return Pending(self._network.pieces(x))
         assert normal is not None
-        ask(lane, self._number, self._routed, normal, self._gate, self._bias)
+        ask(lane, self._number, self._gate, normal)
         terms = None if self._network is None else self._network.pieces(x)
         return Pending(terms, lane, self._number)

@@ -19,13 +19,12 @@ from headwater.errors import InternalError
 from headwater.gpu.precision import rounded
 from headwater.kernels.stored import stored_matrix
 from headwater.memory_rate import last_level_cache_bytes
-from headwater.model.gate import choose_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headwater.gpu.lane import Lane
-    from headwater.gpu.resident import Norm
+    from headwater.gpu.resident import Norm, ResidentGate
     from headwater.kernels import WorkerPool
     from headwater.model.layer_spec import MoeFfnSpec
     from headwater.model.source import Weights
@@ -68,31 +67,21 @@ def add_and_norm(
     return normal, rounded(normal)
 
 
-def ask(
-    lane: Lane, layer: int, spec: MoeFfnSpec, normal: Tensor, gate: Tensor, bias: Tensor | None
-) -> None:
-    """Chooses experts for FP32 normal [T, hidden] and asks for them; see Gate for the others."""
+def ask(lane: Lane, layer: int, gate: ResidentGate, normal: Tensor) -> None:
+    """Chooses experts for FP32 normal [T, hidden] and asks for them."""
     if normal.is_cuda:
         from headwater.gpu.kernels.gating import choose as on_gpu
 
-        on_gpu(spec, normal, gate, bias, lane, layer)
+        on_gpu(gate, normal, lane, layer)
         return
     rows = slice(0, normal.shape[0])
-    experts, weights = choose_experts(spec, torch.mm(normal, gate.t()), bias)
+    experts, weights = gate(normal)
     lane.x[rows], lane.experts[rows], lane.weights[rows] = normal, experts.int(), weights
     lane.count += 1
     lane.posted.copy_(_ticket(lane, layer))
 
 
-def predict(
-    lane: Lane,
-    layer: int,
-    spec: MoeFfnSpec,
-    hidden: Tensor,
-    norm: Norm,
-    gate: Tensor,
-    bias: Tensor | None,
-) -> None:
+def predict(lane: Lane, layer: int, gate: ResidentGate, hidden: Tensor, norm: Norm) -> None:
     """Tells the CPU for which experts the next `ask` will probably ask, for `layer`.
 
     `hidden` is FP32 [T, hidden], T <= MOST_PREDICTED, from a layer earlier: a layer changes it
@@ -102,9 +91,9 @@ def predict(
     if hidden.is_cuda:
         from headwater.gpu.kernels.gating import predict as on_gpu
 
-        on_gpu(spec, hidden, norm, gate, bias, lane, layer)
+        on_gpu(gate, hidden, norm, lane, layer)
         return
-    experts, _ = choose_experts(spec, torch.mm(norm(hidden), gate.t()), bias)
+    experts, _ = gate(norm(hidden))
     lane.predictions[: hidden.shape[0]] = experts
     lane.predicted.copy_(_ticket(lane, layer, ahead=1))
 

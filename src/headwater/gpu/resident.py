@@ -6,6 +6,7 @@ else becomes FP16 once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +16,12 @@ from torch.nn import functional
 from headwater.gpu.dense import DenseMatrix, DenseWeights
 from headwater.gpu.kernels.experts import FP8_BLOCK
 from headwater.gpu.precision import ACTIVATED_SCALE, activated
+from headwater.model.gate import choose_experts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headwater.model.layer_spec import MoeFfnSpec
     from headwater.model.source import Weights
 
 _SUFFIXES = ("", ".scale", ".zero")
@@ -114,6 +117,27 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """FP32 [..., N] -> FP32 [..., N]."""
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentGate:
+    """A routed layer's gate: `weight` is FP32 [experts, hidden], `bias` FP32 [experts] where the
+    kind of gate has one."""
+
+    spec: MoeFfnSpec
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, spec: MoeFfnSpec, weights: ResidentWeights) -> ResidentGate:
+        """The gate of the layer whose weights are given."""
+        has_bias = spec.gate == "sigmoid_bias_group"
+        bias = weights.floats("gate.bias") if has_bias else None
+        return cls(spec, weights.floats("gate"), bias)
+
+    def __call__(self, normal: Tensor) -> tuple[Tensor, Tensor]:
+        """FP32 [T, hidden] -> experts int64 [T, k], and their weights FP32 [T, k]."""
+        return choose_experts(self.spec, torch.mm(normal, self.weight.t()), self.bias)
 
 
 class GatedNetwork:

@@ -19,7 +19,7 @@ from headwater.gpu.dual_batch import DualBatchPolicy, micro_batches
 from headwater.gpu.hybrid_decoder import HybridDecoder
 from headwater.gpu.lane import Lane
 from headwater.gpu.mailbox import ExpertWorker, Pending, StoredExperts, add_and_norm, ask
-from headwater.gpu.resident import Norm
+from headwater.gpu.resident import Norm, ResidentGate
 from headwater.kernels import WorkerPool, isa, self_test
 from headwater.model.layer_spec import MoeFfnSpec
 from headwater.model.spec import ModelSpec
@@ -158,8 +158,9 @@ def hand_over(
         setattr(local, name, getattr(local, name).to(device))
     worker = ExpertWorker(pool, [experts], [lane])
     norm = Norm(torch.ones(spec.hidden_size, device=device), spec.norm_eps)
-    gate = weights.tensor(f"layers.{index}.gate").to(device).float()
+    weight = weights.tensor(f"layers.{index}.gate").to(device).float()
     bias = torch.zeros(ffn.num_experts, device=device) if ffn.num_groups > 1 else None
+    gate = ResidentGate(ffn, weight, bias)
     hidden = torch.randn(1, spec.hidden_size, device=device)
 
     def step(place: Lane) -> None:
@@ -167,10 +168,10 @@ def hand_over(
             normal, _ = add_and_norm(hidden, Pending(), norm, is_kept=True)
             assert normal is not None
             if place is lane:
-                ask(place, 0, ffn, normal, gate, bias)
+                ask(place, 0, gate, normal)
                 add_and_norm(hidden, Pending(None, place, 0), norm)
             else:
-                choose(ffn, normal, gate, bias, place, 0, is_posted=False)
+                choose(gate, normal, place, 0, is_posted=False)
                 add_and_norm(hidden, Pending(place.output[None]), norm)
 
     worker.open(0, 1)

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headwater.gpu.lane import Lane
-    from headwater.gpu.resident import Norm
-    from headwater.model.layer_spec import MoeFfnSpec
+    from headwater.gpu.resident import Norm, ResidentGate
 
 # Tokens up to which scores are sums of this kernel's own; for more, a library reads the gate once.
 _FEW_TOKENS = MOST_PREDICTED
@@ -192,30 +191,21 @@ def _gate(
 
 
 def choose(
-    spec: MoeFfnSpec,
-    normal: Tensor,
-    gate: Tensor,
-    bias: Tensor | None,
-    lane: Lane,
-    layer: int,
-    *,
-    is_posted: bool = True,
+    gate: ResidentGate, normal: Tensor, lane: Lane, layer: int, *, is_posted: bool = True
 ) -> None:
     """Asks the lane's CPU for `layer`: FP32 normal [T, hidden], and each token's experts.
 
-    `gate` is FP32 [experts, hidden]. What is not posted is written, but nobody is asked for it.
+    What is not posted is written, but nobody is asked for it.
     """
     target = (lane.x, lane.experts, lane.weights)
     posted = lane.posted if is_posted else None
-    _launch(spec, normal, None, gate, bias, lane, target, posted, layer)
+    _launch(gate, normal, None, lane, target, posted, layer)
 
 
 def predict(
-    spec: MoeFfnSpec,
+    gate: ResidentGate,
     hidden: Tensor,
     norm: Norm,
-    gate: Tensor,
-    bias: Tensor | None,
     lane: Lane,
     layer: int,
     *,
@@ -224,15 +214,13 @@ def predict(
     """Tells the lane's CPU what FP32 hidden [T, hidden] would choose, T <= MOST_PREDICTED."""
     target = (None, lane.predictions, None)
     predicted = lane.predicted if is_posted else None
-    _launch(spec, hidden, norm, gate, bias, lane, target, predicted, layer)
+    _launch(gate, hidden, norm, lane, target, predicted, layer)
 
 
 def _launch(
-    spec: MoeFfnSpec,
+    gate: ResidentGate,
     x: Tensor,
     norm: Norm | None,
-    gate: Tensor,
-    bias: Tensor | None,
     lane: Lane,
     target: tuple[Tensor | None, Tensor, Tensor | None],
     ticket: Tensor | None,
@@ -240,6 +228,7 @@ def _launch(
 ) -> None:
     """Inputs, experts and weights of x [T, hidden], normed if there is a norm, go to `target`, the
     lane's next ticket to `ticket`; with a norm T <= _FEW_TOKENS."""
+    spec = gate.spec
     num_tokens, width = x.shape
     is_few = num_tokens <= _FEW_TOKENS
     width_block, num_experts = triton.next_power_of_2(width), spec.num_experts
@@ -248,13 +237,13 @@ def _launch(
     if is_few:
         logits = torch.empty(num_tokens, num_experts, device=x.device)
     else:
-        logits = torch.mm(x, gate.t())
+        logits = torch.mm(x, gate.weight.t())
     _gate[(1 + triton.cdiv(num_experts, each) if is_few else 1, num_tokens)](
         x,
         None if norm is None else norm.weight,
-        gate if is_few else None,
+        gate.weight if is_few else None,
         logits,
-        bias,
+        gate.bias,
         *target,
         lane.arrivals,
         None if ticket is None else lane.count,
