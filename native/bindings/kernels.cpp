@@ -130,9 +130,11 @@ void bind_kernels(py::module_& m) {
 
     m.def("isa", [] { return isa_name(active_kernels().isa); });
     m.def("supported_isas", &supported_names);
+    m.def("set_exact_activations", &set_exact_activations, py::arg("are_exact"));
     m.def(
-        "self_test", [](const std::string& isa) { self_test(kernels_named(isa)); }, py::arg("isa"),
-        NoGil());
+        "self_test",
+        [](const std::string& isa) { self_test(kernels_named(isa), kernels_of(Isa::kScalar)); },
+        py::arg("isa"), NoGil());
 
     py::class_<Matrix>(m, "Matrix")
         .def(py::init(&make_matrix), py::kw_only(), py::arg("format"), py::arg("scale_type"),

@@ -1,15 +1,19 @@
 // Which table of kernels this process uses.
+#include <atomic>
 #include <cstdlib>
 #include <string>
 
 #include "headwater/failure.hpp"
 #include "headwater/kernels.hpp"
+#include "two_pieces.hpp"
 
 namespace headwater {
 
 namespace {
 
 constexpr const char* kVariable = "HEADWATER_FORCE_ISA";
+
+std::atomic<bool> are_activations_exact = false;
 
 std::string supported_names() {
     std::string names;
@@ -36,7 +40,12 @@ Isa choose() {
 
 }  // namespace
 
+void set_exact_activations(bool are_exact) { are_activations_exact = are_exact; }
+
 const Kernels& kernels_of(Isa isa) {
+    if (are_activations_exact) {
+        return kernels_in_two_pieces(isa);
+    }
     switch (isa) {
         case Isa::kAmx:
             return amx::kKernels;
@@ -51,8 +60,8 @@ const Kernels& kernels_of(Isa isa) {
 }
 
 const Kernels& active_kernels() {
-    static const Kernels& chosen = kernels_of(choose());
-    return chosen;
+    static const Isa kChosen = choose();
+    return kernels_of(kChosen);
 }
 
 }  // namespace headwater

@@ -1,4 +1,4 @@
-// The start-up check of a table of kernels against the scalar one.
+// The start-up check of a table of kernels against another one.
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -148,7 +148,7 @@ void compare(const Kernels& kernels, const std::string& what, const std::vector<
 
 }  // namespace
 
-void self_test(const Kernels& kernels) {
+void self_test(const Kernels& kernels, const Kernels& reference) {
     Numbers numbers;
     const auto random_floats = [&](std::int64_t count) {
         std::vector<float> values(static_cast<std::size_t>(count));
@@ -168,8 +168,8 @@ void self_test(const Kernels& kernels) {
             float_self_test(kernels, c.name, sample.matrix, compare_floats);
             for (const std::int64_t num_tokens : {1, 2, 5, 19}) {
                 const auto x = random_floats(num_tokens * columns);
-                const auto expected = multiply(scalar::kKernels, scalar::kKernels.multiply,
-                                               sample.matrix, x, num_tokens);
+                const auto expected =
+                    multiply(reference, reference.multiply, sample.matrix, x, num_tokens);
                 compare(kernels, std::string("multiply ") + c.name,
                         multiply(kernels, kernels.multiply, sample.matrix, x, num_tokens),
                         expected);
@@ -186,8 +186,7 @@ void self_test(const Kernels& kernels) {
         std::vector<float> got(kCount);
         std::vector<float> expected(kCount);
         kernels.activate(activation, 0.5f, gate.data(), up.data(), got.data(), kCount);
-        scalar::kKernels.activate(activation, 0.5f, gate.data(), up.data(), expected.data(),
-                                  kCount);
+        reference.activate(activation, 0.5f, gate.data(), up.data(), expected.data(), kCount);
         compare(kernels, "activate", got, expected);
     }
     const float* terms[] = {gate.data(), up.data()};
@@ -195,7 +194,7 @@ void self_test(const Kernels& kernels) {
     std::vector<float> got(kCount);
     std::vector<float> expected(kCount);
     kernels.weighted_sum(terms, factors, 2, got.data(), kCount);
-    scalar::kKernels.weighted_sum(terms, factors, 2, expected.data(), kCount);
+    reference.weighted_sum(terms, factors, 2, expected.data(), kCount);
     compare(kernels, "weighted_sum", got, expected);
 }
 

@@ -12,6 +12,7 @@
 #include "headwater/cpu.hpp"
 #include "headwater/kernels.hpp"
 #include "samples.hpp"
+#include "two_pieces.hpp"
 
 using namespace headwater;
 
@@ -123,6 +124,7 @@ int main(int, char** arguments) {
             check(kind, random);
         }
     }
-    self_test(amx::kKernels);
+    self_test(amx::kKernels, scalar::kKernels);
+    self_test(kernels_in_two_pieces(Isa::kAmx), kernels_in_two_pieces(Isa::kScalar));
     return 0;
 }

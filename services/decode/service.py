@@ -34,7 +34,9 @@ async def run(config: Config) -> None:
         kv=config.kv,
         gpu=config.gpu,
         max_batch=config.decode.max_batch,
-        workers=start_workers(config.decode.threads),
+        workers=start_workers(
+            config.decode.threads, exact_activations=config.model.exact_activations
+        ),
     )
     servicer = DecodeServicer(owner)
     server = Server(

@@ -26,7 +26,9 @@ async def run(config: Config) -> None:
     """Serves until SIGTERM. Raises HeadwaterError when it cannot start."""
     stop = stop_signal()
     link = Link.of(config)
-    workers = start_workers(config.prefill.threads)
+    workers = start_workers(
+        config.prefill.threads, exact_activations=config.model.exact_activations
+    )
     ways = PassWays(config.prefill.chunk_tokens)
     models = PromptModels(config, workers, ways)
     attachment = Attachment(config.prefill.decode_address, models, link)

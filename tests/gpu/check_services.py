@@ -1,10 +1,11 @@
 """Greedy answers of a whole stack on a GPU against those of a whole stack on the CPU.
 
-`python -m tests.gpu.check_services [--device off] [--json FILE] [FOLDER ...]`: for each folder, and
-for the default model if none is named, `headwater up` twice: once with gpu.prefill and gpu.decode
-off, once with both on. 20 prompts go through the router, some alone, some at once. Where answers
-part, the difference of the log-probabilities there is shown. Without FOLDER, a synthetic model of
-DeepSeek-V3's architecture follows. `--device off` runs both on the CPU, to try the check itself.
+`python -m tests.gpu.check_services [--device off] [--exact] [--json FILE] [FOLDER ...]`: for each
+folder, and for the default model if none is named, `headwater up` twice: once with gpu.prefill and
+gpu.decode off, once with both on; with `--exact`, both with model.exact_activations. 20 prompts go
+through the router, some alone, some at once. Where answers part, the difference of the
+log-probabilities there is shown. Without FOLDER, a synthetic model of DeepSeek-V3's architecture
+follows. `--device off` runs both on the CPU, to try the check itself.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Answer:
     tpot: float
 
 
-def _prompts() -> list[str]:
+def questions() -> list[str]:
     """From a line to some hundreds of tokens, no two alike."""
     return [
         f"Chapter {i}. " + _TEXT * (i % 5 * 4) + _QUESTIONS[i // 4 % len(_QUESTIONS)]
@@ -76,14 +77,17 @@ async def _ask_all(address: str) -> tuple[list[Answer], list[Answer]]:
             return await _ask(client, prompt)
 
     async with Client(address) as client:
-        alone = [await _ask(client, prompt) for prompt in _prompts()]
-        together = await asyncio.gather(*(one(prompt) for prompt in _prompts()))
+        alone = [await _ask(client, prompt) for prompt in questions()]
+        together = await asyncio.gather(*(one(prompt) for prompt in questions()))
     return alone, list(together)
 
 
-def _serve(folder: str, device: str, place: Path) -> tuple[list[Answer], list[Answer], list[str]]:
+def _serve(
+    folder: str, device: str, place: Path, *, is_exact: bool
+) -> tuple[list[Answer], list[Answer], list[str]]:
     """Answers of a stack of its own, alone and together, and what its engines said of devices."""
     settings = {"gpu.prefill": device, "gpu.decode": device}
+    settings["model.exact_activations"] = str(is_exact).lower()
     if folder:
         settings["model.path"] = folder
     with up_stack(f"hwcheck-{device}", _PORT, place, settings, 300) as logs:
@@ -127,14 +131,16 @@ def _compare(name: str, ours: list[Answer], theirs: list[Answer]) -> dict[str, o
     }
 
 
-def main(folders: list[str], device: str, json_path: str | None) -> None:
+def main(folders: list[str], device: str, json_path: str | None, *, is_exact: bool) -> None:
     """Prints and, if asked for, writes a row per model and way of asking."""
     rows: list[dict[str, object]] = []
     for folder in folders:
         name = Path(folder).name or "default model"
+        if is_exact:
+            name += ", exact activations"
         with tempfile.TemporaryDirectory() as place:
-            cpu = _serve(folder, "off", Path(place))
-            gpu = _serve(folder, device, Path(place))
+            cpu = _serve(folder, "off", Path(place), is_exact=is_exact)
+            gpu = _serve(folder, device, Path(place), is_exact=is_exact)
         print("\n".join(gpu[2]))
         for way, ours, theirs in zip(("alone", "together"), gpu[:2], cpu[:2], strict=True):
             rows.append(_compare(f"{name}, {way}", ours, theirs) | {"log": gpu[2]})
@@ -147,6 +153,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*")
     parser.add_argument("--device", choices=("on", "off"), default="on")
+    parser.add_argument("--exact", action="store_true", help="both with model.exact_activations")
     parser.add_argument("--json")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
@@ -157,4 +164,4 @@ if __name__ == "__main__":
                 synthetic, make_config("tiny", "deepseek_v3", layers=6), LinearTarget("fp8")
             )
             wanted = ["", str(synthetic)]
-        main(wanted, chosen.device, chosen.json)
+        main(wanted, chosen.device, chosen.json, is_exact=chosen.exact)

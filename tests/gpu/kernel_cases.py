@@ -231,7 +231,7 @@ def _attended(shape: CacheShape, generator: torch.Generator, device: torch.devic
     width, group = shape.key_dim + shape.rope_dim, 2
     queries = torch.randn(3, group * shape.kv_heads, width, generator=generator)
     entry = (width,) if shape.value_offset == 0 else (2, shape.kv_heads, width)
-    cache = torch.randn(3, 220, *entry, generator=generator).bfloat16()
+    cache = torch.randn(3, 220, *entry, generator=generator).half()
     out = torch.full((3, group * shape.kv_heads, shape.value_dim), float("nan"), device=device)
     attend(queries.to(device), cache.to(device), positions.to(device), shape, 220, out)
     keys = values = cache.float().view(3, 220, 1, -1)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ from headwater.errors import (
     PromptTooLongError,
 )
 from headwater.generation import FinishReason, SamplingParams, TextEvent
+from headwater.kernels import set_exact_activations
 from headwater.shm import list_segments
 from tests.integration.reference import greedy
 from tests.tiny_model import CONTEXT, VOCAB
@@ -54,6 +56,23 @@ async def test_hand_over_changes_nothing(stack: Stack, tiny_model: Path, shm_pre
             assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (57, 40)
             assert last.timings is not None
             assert 0 < last.timings.time_to_first_token_seconds < last.timings.total_seconds
+
+
+async def test_exact_activations_are_exact_in_both_engines(
+    make_stack: Callable[..., Stack], tiny_model: Path, shm_prefix: str
+) -> None:
+    rounded = greedy(tiny_model, shm_prefix, PROMPT, 4)
+    set_exact_activations(True)
+    try:
+        expected = greedy(tiny_model, shm_prefix, PROMPT, 4)
+    finally:
+        set_exact_activations(False)
+    assert expected != rounded
+    stack = make_stack("model.exact_activations=true")
+    stack.start()
+    async with Client(stack.addresses["router"]) as client:
+        tokens, _ = await collect(client.generate(PROMPT, replace(GREEDY, max_tokens=4)))
+    assert tokens == expected
 
 
 async def test_chunked_prefill_gives_the_same_tokens(

@@ -88,14 +88,14 @@ def make(
     order = torch.randperm(sum(counts) + 1, generator=rng).tolist()
     is_mla = value_dim is not None
     shape = (block_tokens, key_dim) if is_mla else (2, block_tokens, kv_heads, key_dim)
-    pages = torch.full((len(order), *shape), torch.nan, dtype=torch.bfloat16)
+    pages = torch.full((len(order), *shape), torch.nan, dtype=torch.float16)
     chunks = []
     for (start, new), count in zip(spans, counts, strict=True):
         blocks = [order.pop() for _ in range(count)]
         for position in range(start + new):
             at = (blocks[position // block_tokens], position % block_tokens)
             where = at if is_mla else (at[0], slice(None), at[1])
-            pages[where] = torch.randn(pages[where].shape, generator=rng).bfloat16()
+            pages[where] = torch.randn(pages[where].shape, generator=rng).half()
         chunks.append(SequenceChunk([0] * new, start, blocks))
     batch = Batch.build(chunks, block_tokens)
     queries = torch.randn(len(batch.token_ids), heads, key_dim, generator=rng) * 3 / key_dim**0.5
@@ -210,7 +210,7 @@ def test_extreme_scores(pool: WorkerPool) -> None:
 def test_refuses_what_does_not_fit(pool: WorkerPool) -> None:
     rng = torch.Generator().manual_seed(1)
     problem = make(rng, [(3, 2)], heads=2, kv_heads=1, key_dim=8)
-    with pytest.raises(InternalError, match=r"pages: expected BF16 \[..., 8\]"):
+    with pytest.raises(InternalError, match=r"pages: expected FP16 \[..., 8\]"):
         paged_attention(pool, problem.batch, problem.pages.float(), problem.queries)
     with pytest.raises(InternalError, match="a block is not of the pool"):
         paged_attention(pool, problem.batch, problem.pages[:0], problem.queries)

@@ -17,6 +17,9 @@ NEEDED = (
     "src/avx512/kernels.cpp",
     "src/avx512/attention.cpp",
     "src/avx512/float_product.cpp",
+    "src/avx2/kernels.cpp",
+    "src/avx2/attention.cpp",
+    "src/avx2/float_product.cpp",
     "src/scalar/kernels.cpp",
     "src/scalar/attention.cpp",
     "src/scalar/float_product.cpp",
@@ -24,6 +27,7 @@ NEEDED = (
     "src/matrix.cpp",
     "src/float_self_test.cpp",
     "src/self_test.cpp",
+    "src/two_pieces.cpp",
 )
 FEATURES = (
     "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vbmi avx512bf16 amx-tile amx-bf16 gfni"

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from headwater import _native
 from headwater.errors import ConfigError, InternalError
-from headwater.kernels import Mode, WorkerPool, supported_isas
+from headwater.kernels import Mode, WorkerPool, set_exact_activations, supported_isas
 from headwater.kernels.model import NativeTransformer
 from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
 from headwater.model.gate import Gate
 from headwater.model.layer_spec import MoeFfnSpec
-from headwater.model.linear import Scratch
+from headwater.model.linear import Scratch, exact_activations
 from headwater.model.source import WeightSource
 from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
@@ -79,6 +79,25 @@ def test_agrees_with_torch(
     ours, theirs = _logits(model, chunk), _logits(Transformer(model.spec, store), chunk)
     assert torch.isfinite(ours).all()
     assert relative_error(ours, theirs) < 5e-3
+
+
+@pytest.mark.parametrize("mode", [Mode.DECODE, Mode.PREFILL])
+@pytest.mark.parametrize("isa", ISAS)
+def test_exact_activations_are_those_of_torch_that_rounds_nothing(
+    make: Callable[..., NativeTransformer], store: WeightsStore, isa: str, mode: Mode
+) -> None:
+    rounding = make(mode=mode, isa=isa)
+    set_exact_activations(True)
+    try:
+        exact = make(mode=mode, isa=isa)
+    finally:
+        set_exact_activations(False)
+    chunk = SequenceChunk(PROMPT, 0, [9, 3, 7])
+    with exact_activations():
+        expected = _logits(Transformer(exact.spec, store), chunk)
+    # What is left is an entry of the cache that falls to the other side here and there.
+    assert relative_error(_logits(exact, chunk), expected) < 3e-4
+    assert relative_error(_logits(rounding, chunk), expected) > 6e-4
 
 
 def test_layer_by_layer_is_the_same_as_at_once(make: Callable[..., NativeTransformer]) -> None:
@@ -141,7 +160,7 @@ def test_refuses_what_does_not_fit(make: Callable[..., NativeTransformer]) -> No
         model.embed(torch.tensor([258]))
     with pytest.raises(InternalError, match="a block is not of the pool"):
         model.forward(Batch.build([SequenceChunk([1], 0, [12])], BLOCK_TOKENS), pages)
-    with pytest.raises(InternalError, match="pages: expected BF16 with 16 elements last"):
+    with pytest.raises(InternalError, match="pages: expected FP16 with 16 elements last"):
         model.forward(batch, KvPages([p.float() for p in pages.layers], BLOCK_TOKENS))
     with pytest.raises(ConfigError, match="isa: 'mips' is not supported by this CPU"):
         make(isa="mips")

@@ -61,7 +61,7 @@ class RememberingModel:
     def forward(self, batch: Batch, pages: KvPages) -> torch.Tensor:
         self.pass_tokens.append(len(batch.token_ids))
         self.computed_tokens += len(batch.token_ids)
-        pages.layers[0][batch.blocks, batch.offsets, 0] = batch.token_ids.to(torch.bfloat16)
+        pages.layers[0][batch.blocks, batch.offsets, 0] = batch.token_ids.to(torch.float16)
         pages.layers[0][batch.blocks, batch.offsets, 1] = self.mark
         hidden = torch.zeros(len(batch.token_ids), HIDDEN)
         for span in batch.spans:
@@ -92,7 +92,7 @@ class RememberingDecoder:
         self._model = model
         self.num_steps = 0
         self.fails_at = -1
-        self.cache = torch.full((1, self.max_rows, self.max_context, 2), -7.0, dtype=torch.bfloat16)
+        self.cache = torch.full((1, self.max_rows, self.max_context, 2), -7.0, dtype=torch.float16)
 
     def bound(self, num_tokens: int) -> int:
         return min(64, self.max_context)
@@ -110,7 +110,7 @@ class RememberingDecoder:
         self._model.pass_tokens.append(len(tokens))
         self._model.computed_tokens += len(tokens)
         rows = torch.arange(len(tokens))
-        self.cache[0, rows, positions, 0] = tokens.to(torch.bfloat16)
+        self.cache[0, rows, positions, 0] = tokens.to(torch.float16)
         self.cache[0, rows, positions, 1] = self._model.mark
         hidden = torch.zeros(len(tokens), HIDDEN)
         for row, position in enumerate(positions.tolist()):

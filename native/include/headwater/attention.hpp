@@ -15,7 +15,7 @@ namespace headwater {
 inline constexpr std::int64_t kSplitTokens = 256;
 inline constexpr std::int64_t kMaxTileRows = 64;
 
-// Keys and values of one KV head of a sequence, in BF16 pages; strides and offsets in elements.
+// Keys and values of one KV head of a sequence, in FP16 pages; strides and offsets in elements.
 // Token t lies at pages + block_ids[t / block_tokens] * block_stride
 //                       + t % block_tokens * token_stride.
 struct PagedCache {

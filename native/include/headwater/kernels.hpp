@@ -68,6 +68,10 @@ struct Kernels {
     void (*multiply_floats_transposed)(const FloatProduct& product);
 };
 
+// Whether the tables given from now on multiply activations in two pieces (src/two_pieces.hpp)
+// instead of rounding them to BF16. Layers keep the table that they were made with.
+void set_exact_activations(bool are_exact);
+
 // The table of one instruction set; it must be among supported_isas().
 const Kernels& kernels_of(Isa isa);
 
@@ -75,9 +79,9 @@ const Kernels& kernels_of(Isa isa);
 // Throws Failure(kConfig) on a name that is unknown or unsupported here.
 const Kernels& active_kernels();
 
-// Compares every kernel of a table with the scalar one on small matrices of each format; throws
-// Failure(kInternal) that names the first kernel in disagreement.
-void self_test(const Kernels& kernels);
+// Compares every kernel of a table with those of `reference` on small matrices of each format;
+// throws Failure(kInternal) that names the first kernel in disagreement.
+void self_test(const Kernels& kernels, const Kernels& reference);
 
 // Each instruction set's table, defined in the translation unit compiled for it.
 namespace scalar {

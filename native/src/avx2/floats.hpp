@@ -20,15 +20,13 @@ struct Floats {
     static Floats load(const float* p, std::int64_t n) {
         return {_mm256_maskload_ps(p, first_lanes(n))};
     }
-    static Floats load_bf16(const std::uint16_t* p) {
-        return from_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    }
+    static Floats load_bf16(const std::uint16_t* p) { return from_bf16(words(p)); }
     static Floats load_bf16(const std::uint16_t* p, std::int64_t n) {
-        alignas(16) std::uint16_t copy[8] = {};
-        for (std::int64_t i = 0; i < n; ++i) {
-            copy[i] = p[i];
-        }
-        return load_bf16(copy);
+        return from_bf16(words(p, n));
+    }
+    static Floats load_half(const std::uint16_t* p) { return from_half(words(p)); }
+    static Floats load_half(const std::uint16_t* p, std::int64_t n) {
+        return from_half(words(p, n));
     }
     static Floats load_fp8(const std::uint8_t* p) {
         return from_fp8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
@@ -93,13 +91,10 @@ struct Floats {
         return {_mm256_andnot_ps(is_tiny, p)};
     }
 
-    static Floats even_bf16(const std::uint32_t* pairs) {
-        return {_mm256_castsi256_ps(_mm256_slli_epi32(aligned(pairs), 16))};
+    static Floats even_half(const std::uint32_t* pairs) {
+        return from_upper_half(_mm256_slli_epi32(aligned(pairs), 16));
     }
-    static Floats odd_bf16(const std::uint32_t* pairs) {
-        const __m256i high = _mm256_set1_epi32(static_cast<int>(0xFFFF0000U));
-        return {_mm256_castsi256_ps(_mm256_and_si256(aligned(pairs), high))};
-    }
+    static Floats odd_half(const std::uint32_t* pairs) { return from_upper_half(aligned(pairs)); }
 
     static void transpose_pairs(const std::uint16_t* const* rows, std::int64_t first,
                                 std::int64_t count, std::uint32_t* out, std::int64_t stride) {
@@ -132,6 +127,16 @@ struct Floats {
     }
 
   private:
+    static __m128i words(const std::uint16_t* p) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    }
+    static __m128i words(const std::uint16_t* p, std::int64_t n) {
+        alignas(16) std::uint16_t copy[8] = {};
+        for (std::int64_t i = 0; i < n; ++i) {
+            copy[i] = p[i];
+        }
+        return words(copy);
+    }
     static __m128i nibbles(const std::uint8_t* p, std::int64_t num_bytes) {
         std::uint32_t word = 0;
         __builtin_memcpy(&word, p, static_cast<std::size_t>(num_bytes));
@@ -168,6 +173,11 @@ struct Floats {
             copy[i] = row[first + i];
         }
         return _mm256_load_si256(reinterpret_cast<const __m256i*>(copy));
+    }
+    static Floats from_half(__m128i bits) { return {_mm256_cvtph_ps(bits)}; }
+    static Floats from_upper_half(__m256i words) {
+        const __m256i kept = _mm256_set1_epi32(static_cast<int>(0x8FFFE000U));
+        return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_srai_epi32(words, 3), kept))};
     }
     static Floats from_bf16(__m128i bits) {
         return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};

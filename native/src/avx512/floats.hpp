@@ -32,6 +32,12 @@ struct Floats {
     static Floats load_bf16(const std::uint16_t* p, std::int64_t n) {
         return from_bf16(_mm256_maskz_loadu_epi16(first_lanes(n), p));
     }
+    static Floats load_half(const std::uint16_t* p) {
+        return from_half(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    static Floats load_half(const std::uint16_t* p, std::int64_t n) {
+        return from_half(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+    }
     // E4M3; the NaN codes read as 480.
     static Floats load_fp8(const std::uint8_t* p) {
         return from_fp8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -84,16 +90,15 @@ struct Floats {
         return {_mm512_scalef_ps(p, n)};
     }
 
-    // Of 16 pairs of BF16, those at even and at odd places.
-    static Floats even_bf16(const std::uint32_t* pairs) {
-        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_load_si512(pairs), 16))};
+    // Of 16 pairs of finite FP16, those at even and at odd places, times 2^-112.
+    static Floats even_half(const std::uint32_t* pairs) {
+        return from_upper_half(_mm512_slli_epi32(_mm512_load_si512(pairs), 16));
     }
-    static Floats odd_bf16(const std::uint32_t* pairs) {
-        const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000U));
-        return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_load_si512(pairs), high))};
+    static Floats odd_half(const std::uint32_t* pairs) {
+        return from_upper_half(_mm512_load_si512(pairs));
     }
 
-    // Transposes up to 16 pairs of BF16 (`count` elements of each of 16 rows, null for zeros):
+    // Transposes up to 16 pairs of 16 bits (`count` elements of each of 16 rows, null for zeros):
     // pair i of row r goes to out[i * stride + r], and 16 whole lines of `out` are written.
     static void transpose_pairs(const std::uint16_t* const* rows, std::int64_t first,
                                 std::int64_t count, std::uint32_t* out, std::int64_t stride) {
@@ -147,6 +152,12 @@ struct Floats {
         const __m128i doubled =
             _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
         return from_int8(_mm_shuffle_epi8(doubled, codes)) * set(0.5F);
+    }
+    static Floats from_half(__m256i bits) { return {_mm512_cvtph_ps(bits)}; }
+    // Sign to bit 31, exponent to bit 23 on; what was below is another number's.
+    static Floats from_upper_half(__m512i words) {
+        const __m512i kept = _mm512_set1_epi32(static_cast<int>(0x8FFFE000U));
+        return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_srai_epi32(words, 3), kept))};
     }
     static Floats from_bf16(__m256i bits) {
         return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};

@@ -3,8 +3,8 @@
 #include <string>
 #include <utility>
 
-#include "headwater/bf16.hpp"
 #include "headwater/failure.hpp"
+#include "headwater/half.hpp"
 #include "headwater/parallel.hpp"
 
 namespace headwater {
@@ -92,8 +92,8 @@ void GqaAttention::place(const TokenBatch& batch, std::int64_t row, float* queri
         rotary_->rotate(row, key, 1.0F, key);
     }
     for (std::int64_t i = 0; i < weights_.k.rows; ++i) {
-        key_page[i] = bf16_from_float(keys[i]);
-        value_page[i] = bf16_from_float(values[i]);
+        key_page[i] = half_from_float(keys[i]);
+        value_page[i] = half_from_float(values[i]);
     }
 }
 

@@ -4,8 +4,8 @@
 #include <string>
 #include <utility>
 
-#include "headwater/bf16.hpp"
 #include "headwater/failure.hpp"
+#include "headwater/half.hpp"
 #include "headwater/model/paged_attention.hpp"
 
 namespace headwater {
@@ -93,7 +93,7 @@ void MlaAttention::place(const TokenBatch& batch, std::int64_t row, float* entry
     std::uint16_t* page =
         pages + (batch.block(row) * batch.block_tokens() + batch.offset(row)) * page_elements();
     for (std::int64_t i = 0; i < page_elements(); ++i) {
-        page[i] = bf16_from_float(entry[i]);
+        page[i] = half_from_float(entry[i]);
     }
 }
 

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <limits>
 
-#include "headwater/bf16.hpp"
+#include "headwater/half.hpp"
 #include "headwater/float_kernels.hpp"
 
 namespace headwater::scalar {
@@ -18,7 +18,7 @@ void attend(const AttentionTile& tile) {
             const std::uint16_t* k = tile.cache->token(key) + tile.cache->key_offset;
             float score = 0.0F;
             for (std::int64_t i = 0; i < tile.key_dim; ++i) {
-                score += tile.queries[row][i] * float_from_bf16(k[i]);
+                score += tile.queries[row][i] * float_from_half(k[i]);
             }
             scores[key - begin] = score;
             maximum = std::max(maximum, score);
@@ -30,7 +30,7 @@ void attend(const AttentionTile& tile) {
             const float weight = std::exp(scores[key - begin] - maximum);
             const std::uint16_t* v = tile.cache->token(key) + tile.cache->value_offset;
             for (std::int64_t i = 0; i < tile.value_dim; ++i) {
-                weighted[i] += weight * float_from_bf16(v[i]);
+                weighted[i] += weight * float_from_half(v[i]);
             }
             sum += weight;
         }

@@ -23,6 +23,9 @@ namespace {
 
 // Sums are kept in up to Floats::kRows x kVectors registers.
 constexpr int kVectors = 4;
+// Of pairs of FP16, Floats::even_half and odd_half make 2^-112 times their value: bits that only
+// have to be moved to where FP32 has them. No key is so small that this loses anything.
+constexpr float kHalfUnit = 0x1p112F;
 
 template <typename Floats>
 constexpr std::int64_t kGroupKeys = kVectors * Floats::kLanes;
@@ -79,13 +82,13 @@ void score_rows(const float* const* queries, std::int64_t key_dim, const std::ui
         Floats q[Rows];
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
-            q[r] = Floats::set(queries[r][element]);
+            q[r] = Floats::set(queries[r][element] * kHalfUnit);
         }
         const std::uint32_t* pairs = group + element / 2 * kGroupKeys<Floats>;
 #pragma GCC unroll 8
         for (int j = 0; j < kVectors; ++j) {
-            const Floats keys = element % 2 == 0 ? Floats::even_bf16(pairs + j * Floats::kLanes)
-                                                 : Floats::odd_bf16(pairs + j * Floats::kLanes);
+            const Floats keys = element % 2 == 0 ? Floats::even_half(pairs + j * Floats::kLanes)
+                                                 : Floats::odd_half(pairs + j * Floats::kLanes);
 #pragma GCC unroll 8
             for (int r = 0; r < Rows; ++r) {
                 sums[r][j] = sums[r][j].plus_product(q[r], keys);
@@ -142,10 +145,10 @@ void weigh_rows(const float* weights, const std::uint16_t* const* values, std::i
         Floats v[Vectors];
 #pragma GCC unroll 8
         for (int j = 0; j + 1 < Vectors; ++j) {
-            v[j] = Floats::load_bf16(value + j * Floats::kLanes);
+            v[j] = Floats::load_half(value + j * Floats::kLanes);
         }
-        v[Vectors - 1] = tail == Floats::kLanes ? Floats::load_bf16(value + kLast)
-                                                : Floats::load_bf16(value + kLast, tail);
+        v[Vectors - 1] = tail == Floats::kLanes ? Floats::load_half(value + kLast)
+                                                : Floats::load_half(value + kLast, tail);
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
             const Floats weight = Floats::set(weights[r * kSplitTokens + key]);

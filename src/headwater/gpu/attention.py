@@ -1,7 +1,7 @@
 """Attention of a layer over whole prompts: MLA with keys and values rebuilt, and GQA.
 
 Owns the order of operations on the device; what was cached before comes from the pool's pages, and
-what is new is read back as it is stored, in BF16, so that a prompt cut in two computes the same.
+what is new is read back as it is stored, in FP16, so that a prompt cut in two computes the same.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class MlaDecode:
     def __call__(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
         """FP16 [T, hidden] -> FP32 [pieces, T, hidden], to be added up.
 
-        `cache`, BF16 [T, context, rank + rope], gets the new entries at int64 `positions` [T], all
+        `cache`, FP16 [T, context, rank + rope], gets the new entries at int64 `positions` [T], all
         below `bound`.
         """
         if x.is_cuda:

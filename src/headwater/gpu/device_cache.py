@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DeviceCache:
-    """`cache` is the decoder's, BF16 [layers, rows, context, *entry]."""
+    """`cache` is the decoder's, FP16 [layers, rows, context, *entry]."""
 
     def __init__(self, cache: Tensor) -> None:
         self.table = RowTable(cache.shape[1])
@@ -68,7 +68,7 @@ class DeviceCache:
             row.num_tokens = min(row.num_tokens, span.start)
 
     def export(self, spans: Sequence[SequenceSpan], entries: Tensor, pages: KvPages) -> None:
-        """After a step: `entries`, BF16 [layers, T, *entry], go to the spans' pages."""
+        """After a step: `entries`, FP16 [layers, T, *entry], go to the spans' pages."""
         blocks = torch.stack([s.block_ids[s.start // pages.block_tokens] for s in spans])
         offsets = torch.tensor([span.start % pages.block_tokens for span in spans])
         for layer, found in zip(pages.layers, entries.cpu(), strict=True):

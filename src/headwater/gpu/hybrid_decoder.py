@@ -27,6 +27,7 @@ from headwater.gpu.mailbox import (
     predict,
 )
 from headwater.gpu.precedence import lane_queue
+from headwater.gpu.precision import CACHED
 from headwater.gpu.resident import GatedNetwork, ResidentGate, ResidentWeights
 from headwater.model.layer_spec import GqaSpec, MoeFfnSpec
 
@@ -100,8 +101,8 @@ class HybridDecoder:
         self._positions = torch.zeros(max_rows, dtype=torch.int64, pin_memory=is_cuda)
         entry = self._layers[0].attention.entry_shape
         shape = (len(self._layers), max_rows, max_context, *entry)
-        # BF16 [layers, rows, context, *entry].
-        self.cache = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        # FP16 [layers, rows, context, *entry].
+        self.cache = torch.zeros(shape, dtype=CACHED, device=device)
         choices = max((m.experts_per_token for m in self._routed), default=1)
         self._lanes = [Lane(max_rows, spec.hidden_size, choices, device) for _ in range(lanes)]
         self.worker = ExpertWorker(pool, self._routed, self._lanes) if self._routed else None
@@ -122,7 +123,7 @@ class HybridDecoder:
         """One token of each sequence: int64 [T] tokens at `positions`, both on the host.
 
         Gives hidden states after the last layer, FP32 [T, hidden], and the tokens' entries in the
-        cache, BF16 [layers, T, *entry], both on the device. Rows are those of `parts`, one after
+        cache, FP16 [layers, T, *entry], both on the device. Rows are those of `parts`, one after
         the other.
         """
         bound = self.bound(int(positions.max()) + 1)
@@ -173,7 +174,7 @@ class HybridDecoder:
     def compute(self, part: MicroBatch, hidden: Tensor, positions: Tensor, bound: int) -> Tensor:
         """A whole step, queued: FP32 [size, hidden] becomes the states after the last layer.
 
-        Gives the tokens' entries, BF16 [layers, size, *entry].
+        Gives the tokens' entries, FP16 [layers, size, *entry].
         """
         lane = self._lanes[part.lane]
         cache = self.cache[:, part.first_row : part.first_row + part.size]

@@ -22,17 +22,17 @@ class KvExport:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None
-        self._staging = torch.empty(0, dtype=torch.bfloat16)
+        self._staging = torch.empty(0)
         self._entries: Tensor | None = None
         self._done: Any = None
 
     def begin(self, entries: Tensor) -> None:
-        """Starts to bring BF16 `entries`, [T, ...], to the host."""
+        """Starts to bring FP16 `entries`, [T, ...], to the host."""
         if not self._is_cuda:
             self._entries = entries
             return
         if self._staging.numel() < entries.numel():
-            self._staging = torch.empty(entries.numel(), dtype=torch.bfloat16, pin_memory=True)
+            self._staging = torch.empty(entries.numel(), dtype=entries.dtype, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(entries.device))
         self._entries = self._staging[: entries.numel()].view(entries.shape)
         with torch.cuda.stream(self._stream):

@@ -4,7 +4,7 @@ It has 11 significant bits where BF16, which the CPU's kernels multiply, has 8, 
 as fast: a rounding loses an eighth of a CPU's (see ARCHITECTURE.md). What FP16 lacks is range.
 Norms and attention stay far within it; what a gated network has between its products need not, and
 is brought nearer to zero by ACTIVATED_SCALE, after which 4.2 million is the greatest magnitude and
-2e-6 is lost of the least. The cache is BF16, as decode on a CPU reads it. Tests of how work is
+2e-6 is lost of the least. The cache is FP16, too, as decode on a CPU reads it. Tests of how work is
 shared out set all three types to FP32, so that a different order of sums is all that is left.
 """
 
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from headwater.kv.pages import ENTRY_DTYPE, GREATEST
+
 ROUNDED = torch.float16
 IN_ATTENTION = torch.float16
-CACHED = torch.bfloat16
+CACHED = ENTRY_DTYPE
 
 ACTIVATED_SCALE = 2.0**-6
-GREATEST = 65504.0
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -44,4 +45,4 @@ def for_attention(x: Tensor) -> Tensor:
 
 def for_cache(x: Tensor) -> Tensor:
     """Keys, values or latents as the cache keeps them."""
-    return x.to(CACHED)
+    return x.clamp(-GREATEST, GREATEST).to(CACHED)

@@ -8,7 +8,13 @@ from headwater._native import Activation, Mode
 from headwater.kernels.linear import linear
 from headwater.kernels.matrix import Matrix
 from headwater.kernels.moe import MoeLayer
-from headwater.kernels.pool import WorkerPool, isa, self_test, supported_isas
+from headwater.kernels.pool import (
+    WorkerPool,
+    isa,
+    self_test,
+    set_exact_activations,
+    supported_isas,
+)
 
 __all__ = [
     "Activation",
@@ -19,5 +25,6 @@ __all__ = [
     "isa",
     "linear",
     "self_test",
+    "set_exact_activations",
     "supported_isas",
 ]

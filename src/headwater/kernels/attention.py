@@ -14,6 +14,7 @@ from headwater.errors import InternalError
 from headwater.kernels.checks import check_layout, check_tensor
 from headwater.kernels.matrix import Matrix
 from headwater.kernels.pool import WorkerPool
+from headwater.kv.pages import ENTRY_DTYPE
 from headwater.model.batch import Batch
 
 _GQA_DIMENSIONS = 5
@@ -42,7 +43,7 @@ def paged_attention(
     """What the batch's queries attend to, FP32 [T, heads, value_dim]; keys must be in the pages.
 
     `queries` are FP32 [T, heads, key_dim], times the softmax scale. `pages` are one layer's, in
-    BF16: [blocks, 2, block_tokens, kv_heads, key_dim] for GQA; for MLA [blocks, block_tokens,
+    FP16: [blocks, 2, block_tokens, kv_heads, key_dim] for GQA; for MLA [blocks, block_tokens,
     key_dim], where values are the first `value_dim` elements of an entry. A query sees the last
     `window` tokens, itself among them, or all where that is 0. `sinks`, FP32 [heads], are scores
     that take part in the softmax without a value. Raises InternalError on tensors that do not fit.
@@ -50,8 +51,8 @@ def paged_attention(
     num_tokens, num_heads, key_dim = queries.shape
     check_tensor("queries", queries, torch.float32, (batch.token_ids.numel(), num_heads, key_dim))
     check_layout("pages", pages)
-    if pages.dtype != torch.bfloat16 or pages.shape[-1] != key_dim:
-        raise InternalError(f"pages: expected BF16 [..., {key_dim}], got {list(pages.shape)}")
+    if pages.dtype != ENTRY_DTYPE or pages.shape[-1] != key_dim:
+        raise InternalError(f"pages: expected FP16 [..., {key_dim}], got {list(pages.shape)}")
     if sinks is not None:
         check_tensor("sinks", sinks, torch.float32, (num_heads,))
     is_gqa = pages.dim() == _GQA_DIMENSIONS

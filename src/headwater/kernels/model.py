@@ -16,7 +16,7 @@ from headwater.kernels.attention import native_batch
 from headwater.kernels.checks import check_layout, check_tensor
 from headwater.kernels.parts import DecoderParts
 from headwater.kernels.pool import WorkerPool
-from headwater.kv.pages import KvPages
+from headwater.kv.pages import ENTRY_DTYPE, KvPages
 from headwater.model.batch import Batch
 from headwater.model.source import Weights
 from headwater.model.spec import ModelSpec
@@ -86,9 +86,9 @@ class NativeTransformer:
     def _page_address(self, layer: int, pages: KvPages) -> int:
         tensor = pages.layers[layer]
         kv = self.spec.layers[layer].kv
-        if tensor.dtype != torch.bfloat16 or tensor.shape[-1] != kv.head_dim:
+        if tensor.dtype != ENTRY_DTYPE or tensor.shape[-1] != kv.head_dim:
             raise InternalError(
-                f"pages: expected BF16 with {kv.head_dim} elements last,"
+                f"pages: expected FP16 with {kv.head_dim} elements last,"
                 f" got {tensor.dtype} of shape {list(tensor.shape)}"
             )
         check_layout("pages", tensor)

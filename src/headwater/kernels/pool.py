@@ -48,6 +48,15 @@ def supported_isas() -> tuple[str, ...]:
     return tuple(_native.supported_isas())
 
 
+def set_exact_activations(are_exact: bool) -> None:
+    """Whether layers made from now on multiply two BF16 pieces of each activation.
+
+    That is 16 bits instead of 8. Weights are read once for both, so that decoding, which waits for
+    memory, takes hardly longer where cores have time to spare; prompts take up to twice as long.
+    """
+    _native.set_exact_activations(are_exact)
+
+
 def self_test(name: str | None = None) -> None:
     """Compares an instruction set's kernels, by default the ones in use, with the reference.
 

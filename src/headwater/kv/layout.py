@@ -5,7 +5,7 @@ In this order, each part aligned to 4096 bytes:
 1. two 64-bit words per slot: the generation of the slot's lease, and which prompt is complete
    (headwater.kv.words);
 2. one FP32 hidden state per slot, [hidden_size];
-3. per layer `num_blocks` blocks in BF16: [2 (key, value), block_tokens, num_kv_heads, head_dim]
+3. per layer `num_blocks` blocks in FP16: [2 (key, value), block_tokens, num_kv_heads, head_dim]
    for GQA, [block_tokens, head_dim] for MLA.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from headwater.model.spec import ModelSpec
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 ALIGNMENT = 4096
 WORD_BYTES = 8
 WORDS_PER_SLOT = 2

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.kv.layout import HIDDEN_ITEM_BYTES, KV_ITEM_BYTES
-from headwater.kv.pages import KvPages
+from headwater.kv.pages import ENTRY_DTYPE, KvPages
 
 if TYPE_CHECKING:
     from headwater.kv.layout import KvLayout
@@ -43,5 +43,5 @@ class KvMemory:
 def _layer_view(segment: Segment, layout: KvLayout, layer: int) -> torch.Tensor:
     num_bytes = layout.num_blocks * layout.block_bytes
     buffer = segment.view(layout.layer_offset(layer), num_bytes)
-    flat = torch.frombuffer(buffer, dtype=torch.bfloat16, count=num_bytes // KV_ITEM_BYTES)
+    flat = torch.frombuffer(buffer, dtype=ENTRY_DTYPE, count=num_bytes // KV_ITEM_BYTES)
     return flat.view(layout.num_blocks, *layout.block_shape)

@@ -13,10 +13,20 @@ from torch import Tensor
 
 from headwater.kv.layout import KvLayout
 
+ENTRY_DTYPE = torch.float16
+GREATEST = 65504.0
+"""Of FP16's numbers; what lies beyond becomes it."""
+
+
+def as_entries(x: Tensor) -> Tensor:
+    """Keys, values or latents as pages keep them: FP16 has eight times the precision of BF16, and
+    more than the range that they need."""
+    return x.clamp(-GREATEST, GREATEST).to(ENTRY_DTYPE)
+
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """One BF16 tensor per layer: [num_blocks, *KvLayout.block_shape]."""
+    """One FP16 tensor per layer: [num_blocks, *KvLayout.block_shape]."""
 
     layers: list[Tensor]
     block_tokens: int
@@ -25,7 +35,7 @@ class KvPages:
     def allocate(cls, layout: KvLayout) -> KvPages:
         """Pages of `layout` in private memory, for a single process."""
         shape = (layout.num_blocks, *layout.block_shape)
-        layers = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(layout.num_layers)]
+        layers = [torch.zeros(shape, dtype=ENTRY_DTYPE) for _ in range(layout.num_layers)]
         return cls(layers, layout.block_tokens)
 
     def write_gqa(
@@ -34,10 +44,9 @@ class KvPages:
         """Stores token i at `offsets[i]` of block `blocks[i]`.
 
         `blocks` and `offsets` are int64 [T]; `keys` and `values` are [T, num_kv_heads, head_dim],
-        rounded to BF16 on the way.
+        rounded to FP16 on the way.
         """
-        pages = self.layers[layer]
-        pages[blocks, :, offsets] = torch.stack((keys, values), dim=1).to(pages.dtype)
+        self.layers[layer][blocks, :, offsets] = as_entries(torch.stack((keys, values), dim=1))
 
     def read_gqa(self, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `num_tokens` tokens of the sequence in `block_ids`.
@@ -50,8 +59,7 @@ class KvPages:
 
     def write_mla(self, layer: int, blocks: Tensor, offsets: Tensor, entries: Tensor) -> None:
         """Stores token i, `entries[i]` of [T, head_dim], at `offsets[i]` of block `blocks[i]`."""
-        pages = self.layers[layer]
-        pages[blocks, offsets] = entries.to(pages.dtype)
+        self.layers[layer][blocks, offsets] = as_entries(entries)
 
     def read_mla(self, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
         """The first `num_tokens` entries of the sequence in `block_ids`: FP32 [num_tokens, dim]."""

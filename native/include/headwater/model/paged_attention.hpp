@@ -9,7 +9,7 @@
 
 namespace headwater {
 
-// Query heads of a KV head are neighbours. Strides and offsets count BF16 elements of the pages:
+// Query heads of a KV head are neighbours. Strides and offsets count FP16 elements of the pages:
 // see PagedCache; KV head h lies h * head_stride further on.
 struct AttentionShape {
     std::int64_t num_heads;

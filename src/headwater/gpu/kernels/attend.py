@@ -7,7 +7,7 @@ are not divided yet, with their maximum and the sum of exponentials (Milakov and
 for one of them at most, and has precedence then (precedence.py).
 
 With few heads per key, where reading rules, queries and shares of the softmax are FP32, as two
-products of BF16 each. With latents, where the tensor cores rule, they are BF16.
+products of FP16 each. With latents, where the tensor cores rule, they are FP16.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -202,9 +202,9 @@ def attend(
     queries: Tensor, cache: Tensor, positions: Tensor, shape: CacheShape, bound: int, out: Tensor
 ) -> None:
     """Queries [T, heads, key + rope], scaled, over each token's row up to its position: FP32, with
-    latents BF16.
+    latents FP16.
 
-    `cache` is BF16 [T, context, ...] as `shape` says, int64 `positions` [T] are all below `bound`.
+    `cache` is FP16 [T, context, ...] as `shape` says, int64 `positions` [T] are all below `bound`.
     `out`, FP32 or FP16 [T, heads, value_dim], is written.
     """
     num_tokens, heads, _ = queries.shape

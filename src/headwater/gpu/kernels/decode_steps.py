@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.gpu.kernels.grouped import product_type
-from headwater.gpu.kernels.pieces import in_two, rms_norm, sum_of_pieces
+from headwater.gpu.kernels.pieces import as_entry, in_two, rms_norm, sum_of_pieces
 from headwater.gpu.precision import ROUNDED
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _mla_inputs(
     mask = column < rank
     latent = sum_of_pieces(partial, token, num_tokens, q_rank, width, column, mask, pieces)
     latent = rms_norm(latent, tl.load(kv_norm + column, mask=mask, other=0.0), eps, rank)
-    tl.store(entry + column, latent.to(cache.dtype.element_ty), mask=mask)
+    tl.store(entry + column, as_entry(latent, cache), mask=mask)
     half: tl.constexpr = rope // 2
     pair = tl.arange(0, half_block)
     mask = pair < half
@@ -78,8 +78,8 @@ def _mla_inputs(
     c = tl.load(cos + position * half + pair, mask=mask, other=0.0)
     s = tl.load(sin + position * half + pair, mask=mask, other=0.0)
     target = entry + rank + pair
-    tl.store(target, (first * c - second * s).to(cache.dtype.element_ty), mask=mask)
-    tl.store(target + half, (second * c + first * s).to(cache.dtype.element_ty), mask=mask)
+    tl.store(target, as_entry(first * c - second * s, cache), mask=mask)
+    tl.store(target + half, as_entry(second * c + first * s, cache), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -207,8 +207,8 @@ def _gqa_inputs(
         kept = entry + (head - heads) * dim + pair
         first = sum_of_pieces(partial, token, num_tokens, at, width, pair, mask, pieces)
         second = sum_of_pieces(partial, token, num_tokens, at + half, width, pair, mask, pieces)
-        tl.store(kept, first.to(cache.dtype.element_ty), mask=mask)
-        tl.store(kept + half, second.to(cache.dtype.element_ty), mask=mask)
+        tl.store(kept, as_entry(first, cache), mask=mask)
+        tl.store(kept + half, as_entry(second, cache), mask=mask)
     else:
         column = step * pair
         first = sum_of_pieces(partial, token, num_tokens, at, width, column, mask, pieces)
@@ -230,8 +230,8 @@ def _gqa_inputs(
             tl.store(query + half, high * scale, mask=mask)
         else:
             key = entry + (head - heads) * dim + pair
-            tl.store(key, low.to(cache.dtype.element_ty), mask=mask)
-            tl.store(key + half, high.to(cache.dtype.element_ty), mask=mask)
+            tl.store(key, as_entry(low, cache), mask=mask)
+            tl.store(key + half, as_entry(high, cache), mask=mask)
 
 
 def mla_inputs(

@@ -6,6 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headwater.kv.pages import GREATEST
+
+_GREATEST = tl.constexpr(GREATEST)
+
 
 @triton.jit
 def rms_norm(x, scale, eps, width: tl.constexpr):
@@ -22,6 +26,13 @@ def sum_of_pieces(partial, row, rows_in_all, first, width, column, mask, pieces:
     for piece in tl.static_range(1, pieces):
         total += tl.load(partial + piece * rows_in_all * width + place, mask=mask, other=0.0)
     return total
+
+
+@triton.jit
+def as_entry(x, cache):
+    """Keys, values or latents as the cache keeps them; see headwater.kv.pages.as_entries."""
+    near = tl.clamp(x, -_GREATEST, _GREATEST, propagate_nan=tl.PropagateNan.ALL)
+    return near.to(cache.dtype.element_ty)
 
 
 @triton.jit

@@ -1,0 +1,107 @@
+"""Products of activations in two pieces, on every instruction set here, against FP64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from headwater.kernels import (
+    Mode,
+    MoeLayer,
+    WorkerPool,
+    linear,
+    self_test,
+    set_exact_activations,
+    supported_isas,
+)
+from tests.native.samples import FORMATS, Sample, relative_error, seeded
+
+ISAS = supported_isas()
+# 2^-17 of an activation may be lost, and FP32 sums lose 2e-6; rounding to BF16 alone loses 2e-3.
+TOLERANCE = 8e-6
+
+
+@pytest.fixture(autouse=True)
+def exactly() -> Iterator[None]:
+    set_exact_activations(True)
+    yield
+    set_exact_activations(False)
+
+
+@pytest.fixture(scope="module")
+def pool() -> WorkerPool:
+    return WorkerPool(2)
+
+
+def run(
+    pool: WorkerPool, sample: Sample, x: torch.Tensor, isa: str, mode: Mode = Mode.DECODE
+) -> torch.Tensor:
+    out = torch.full((x.shape[0], sample.matrix.rows), torch.nan)
+    linear(pool, sample.matrix, x, out, isa=isa, mode=mode)
+    return out
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_self_test_passes(isa: str) -> None:
+    self_test(isa)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_shapes(
+    pool: WorkerPool, name: str, isa: str, mode: Mode, request: pytest.FixtureRequest
+) -> None:
+    rng, choose = seeded(request)
+    for num_tokens in (1, choose.randint(2, 9), choose.randint(10, 40)):
+        rows, columns = choose.randint(1, 300), 8 * choose.randint(1, 60)
+        sample = FORMATS[name](rng, rows, columns)
+        x = torch.randn(num_tokens, sample.matrix.columns, generator=rng)
+        found = run(pool, sample, x, isa, mode)
+        shape = (rows, sample.matrix.columns, num_tokens)
+        assert relative_error(found, x.double() @ sample.values.T) < TOLERANCE, shape
+        alone = run(pool, sample, x[-1:], isa, mode)
+        assert torch.equal(found[-1:], alone), shape
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "scalar"])
+def test_more_rows_and_tokens_than_are_multiplied_at_once(
+    pool: WorkerPool, isa: str, mode: Mode, request: pytest.FixtureRequest
+) -> None:
+    rng, _ = seeded(request)
+    one = WorkerPool(1)
+    sample = FORMATS["fp8"](rng, 1100, 136)
+    x = torch.randn(300, 136, generator=rng)
+    found = run(one, sample, x, isa, mode)
+    assert relative_error(found, x.double() @ sample.values.T) < TOLERANCE
+    assert torch.equal(found, run(pool, sample, x, isa, mode))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_experts(pool: WorkerPool, isa: str, request: pytest.FixtureRequest) -> None:
+    rng, _ = seeded(request)
+    experts, hidden, intermediate, tokens = 3, 64, 40, 5
+    gate_up = FORMATS["bf16"](rng, experts, 2, intermediate, hidden)
+    down = FORMATS["bf16"](rng, experts, hidden, intermediate)
+    layer = MoeLayer(pool, gate_up.matrix, down.matrix, experts_per_token=1, isa=isa)
+    chosen = torch.arange(tokens, dtype=torch.int32)[:, None] % experts
+    x = torch.randn(tokens, hidden, generator=rng)
+    expected = torch.stack(
+        [
+            down.values[e]
+            @ (torch.nn.functional.silu(gate_up.values[e, 0] @ v) * (gate_up.values[e, 1] @ v))
+            for e, v in zip(chosen[:, 0].tolist(), x.double(), strict=True)
+        ]
+    )
+    out = torch.empty(tokens, hidden)
+    layer(x, chosen, torch.ones(tokens, 1), out, Mode.DECODE)
+    assert relative_error(out, expected) < TOLERANCE
+    set_exact_activations(False)
+    layer(x, chosen, torch.ones(tokens, 1), out, Mode.DECODE)
+    assert relative_error(out, expected) < TOLERANCE, "a layer keeps what it was made with"
+    rounding = MoeLayer(pool, gate_up.matrix, down.matrix, experts_per_token=1, isa=isa)
+    rounding(x, chosen, torch.ones(tokens, 1), out, Mode.DECODE)
+    assert relative_error(out, expected) > 100 * TOLERANCE
