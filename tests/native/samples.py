@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.kernels import Matrix
+from headwater.kernels import Matrix, Mode, WorkerPool, linear
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -112,3 +112,12 @@ def rounded(x: Tensor) -> Tensor:
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """L2 norm of the difference over that of what is expected."""
     return float((got.double() - expected).norm() / expected.norm())
+
+
+def product(
+    pool: WorkerPool, sample: Sample, x: Tensor, isa: str, mode: Mode = Mode.DECODE
+) -> Tensor:
+    """x times the sample's matrix."""
+    out = torch.full((x.shape[0], sample.matrix.rows), torch.nan)
+    linear(pool, sample.matrix, x, out, isa=isa, mode=mode)
+    return out

@@ -11,12 +11,11 @@ from headwater.kernels import (
     Mode,
     MoeLayer,
     WorkerPool,
-    linear,
     self_test,
     set_exact_activations,
     supported_isas,
 )
-from tests.native.samples import FORMATS, Sample, relative_error, seeded
+from tests.native.samples import FORMATS, product, relative_error, seeded
 
 ISAS = supported_isas()
 # 2^-17 of an activation may be lost, and FP32 sums lose 2e-6; rounding to BF16 alone loses 2e-3.
@@ -35,14 +34,6 @@ def pool() -> WorkerPool:
     return WorkerPool(2)
 
 
-def run(
-    pool: WorkerPool, sample: Sample, x: torch.Tensor, isa: str, mode: Mode = Mode.DECODE
-) -> torch.Tensor:
-    out = torch.full((x.shape[0], sample.matrix.rows), torch.nan)
-    linear(pool, sample.matrix, x, out, isa=isa, mode=mode)
-    return out
-
-
 @pytest.mark.parametrize("isa", ISAS)
 def test_self_test_passes(isa: str) -> None:
     self_test(isa)
@@ -59,10 +50,10 @@ def test_random_shapes(
         rows, columns = choose.randint(1, 300), 8 * choose.randint(1, 60)
         sample = FORMATS[name](rng, rows, columns)
         x = torch.randn(num_tokens, sample.matrix.columns, generator=rng)
-        found = run(pool, sample, x, isa, mode)
+        found = product(pool, sample, x, isa, mode)
         shape = (rows, sample.matrix.columns, num_tokens)
         assert relative_error(found, x.double() @ sample.values.T) < TOLERANCE, shape
-        alone = run(pool, sample, x[-1:], isa, mode)
+        alone = product(pool, sample, x[-1:], isa, mode)
         assert torch.equal(found[-1:], alone), shape
 
 
@@ -75,9 +66,9 @@ def test_more_rows_and_tokens_than_are_multiplied_at_once(
     one = WorkerPool(1)
     sample = FORMATS["fp8"](rng, 1100, 136)
     x = torch.randn(300, 136, generator=rng)
-    found = run(one, sample, x, isa, mode)
+    found = product(one, sample, x, isa, mode)
     assert relative_error(found, x.double() @ sample.values.T) < TOLERANCE
-    assert torch.equal(found, run(pool, sample, x, isa, mode))
+    assert torch.equal(found, product(pool, sample, x, isa, mode))
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -7,7 +7,7 @@ import torch
 
 from headwater.errors import ConfigError, InternalError
 from headwater.kernels import Matrix, Mode, WorkerPool, linear, self_test, supported_isas
-from tests.native.samples import FORMATS, Sample, relative_error, rounded, seeded
+from tests.native.samples import FORMATS, Sample, product, relative_error, rounded, seeded
 
 ISAS = supported_isas()
 # FP32 sums against FP64; the scalar kernels sum up in FP64.
@@ -18,14 +18,6 @@ VECTOR_TOLERANCE = 2e-6
 @pytest.fixture(scope="module")
 def pool() -> WorkerPool:
     return WorkerPool(2)
-
-
-def run(
-    pool: WorkerPool, sample: Sample, x: torch.Tensor, isa: str, mode: Mode = Mode.DECODE
-) -> torch.Tensor:
-    out = torch.full((x.shape[0], sample.matrix.rows), torch.nan)
-    linear(pool, sample.matrix, x, out, isa=isa, mode=mode)
-    return out
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -48,7 +40,7 @@ def test_random_shapes_and_tails(
         sample = FORMATS[name](rng, rows, columns)
         x = torch.randn(num_tokens, sample.matrix.columns, generator=rng)
         expected = rounded(x) @ sample.values.T
-        error = relative_error(run(pool, sample, x, isa, mode), expected)
+        error = relative_error(product(pool, sample, x, isa, mode), expected)
         shape = (rows, sample.matrix.columns, num_tokens)
         assert error < TOLERANCE.get(isa, VECTOR_TOLERANCE), shape
 
@@ -89,7 +81,7 @@ def test_extreme_scales(pool: WorkerPool, isa: str, scale: float) -> None:
     matrix = Matrix.fp8(weight, torch.full((1, 2), scale))
     x = torch.randn(3, 200, generator=rng)
     expected = rounded(x) @ (weight.double() * torch.tensor(scale).double()).T
-    got = run(pool, Sample(matrix, expected), x, isa)
+    got = product(pool, Sample(matrix, expected), x, isa)
     if scale == 0.0:
         assert torch.equal(got, torch.zeros_like(got))
     else:
@@ -147,10 +139,10 @@ def test_token_depends_neither_on_batch_nor_threads(
     sample = FORMATS[name](rng, rows, 424)
     x = torch.randn(num_tokens, sample.matrix.columns, generator=rng)
     alone = WorkerPool(1)
-    together = run(pool, sample, x, isa, mode)
-    assert torch.equal(run(alone, sample, x, isa, mode), together)
+    together = product(pool, sample, x, isa, mode)
+    assert torch.equal(product(alone, sample, x, isa, mode), together)
     for first, last in ((0, 1), (3, 5), (2, 9), (1, num_tokens)):
-        part = run(alone, sample, x[first:last], isa, mode)
+        part = product(alone, sample, x[first:last], isa, mode)
         assert torch.equal(part, together[first:last]), (first, last)
 
 
@@ -164,7 +156,7 @@ def test_several_matrices_share_tokens(
     outs = [torch.empty(6, sample.matrix.rows) for sample in samples]
     linear(pool, [sample.matrix for sample in samples], x, outs, isa=isa)
     for sample, out in zip(samples, outs, strict=True):
-        assert torch.equal(out, run(pool, sample, x, isa))
+        assert torch.equal(out, product(pool, sample, x, isa))
 
 
 def test_packed_int4_as_in_checkpoints(pool: WorkerPool) -> None:
@@ -216,8 +208,8 @@ def test_modes_and_batches_agree_bit_for_bit(
     rows, columns = choose.randint(1, 200), choose.randint(1, 900)
     sample = FORMATS[name](rng, rows, columns)
     x = torch.randn(40, columns, generator=rng)
-    alone = torch.cat([run(pool, sample, x[i : i + 1].clone(), isa) for i in range(len(x))])
+    alone = torch.cat([product(pool, sample, x[i : i + 1].clone(), isa) for i in range(len(x))])
     for mode in Mode:
         for num_tokens in (2, 7, 16, 17, 32, 33, 40):
-            together = run(pool, sample, x[:num_tokens].clone(), isa, mode)
+            together = product(pool, sample, x[:num_tokens].clone(), isa, mode)
             assert torch.equal(together, alone[:num_tokens]), (rows, columns, mode, num_tokens)
