@@ -24,7 +24,8 @@ namespace {
 // Sums are kept in up to Floats::kRows x kVectors registers.
 constexpr int kVectors = 4;
 // Of pairs of FP16, Floats::even_half and odd_half make 2^-112 times their value: bits that only
-// have to be moved to where FP32 has them. No key is so small that this loses anything.
+// have to be moved to where FP32 has them. No key is so small that this loses anything, and no
+// query (which has been scaled) so large, 2^16, that its product with the unit is infinite.
 constexpr float kHalfUnit = 0x1p112F;
 
 template <typename Floats>
