@@ -1,5 +1,5 @@
-// native/include/headwater/half.hpp against the CPU's own conversions, which round the same way, and
-// where FP16 ends. tests/native/test_half.py builds and runs it. `half_check SEED`.
+// native/include/headwater/half.hpp against the CPU's own conversions, which round the same way,
+// and where FP16 ends. tests/native/test_half.py builds and runs it. `half_check SEED`.
 #include <immintrin.h>
 
 #include <bit>
@@ -43,9 +43,9 @@ int main(int, char** arguments) {
         const auto half = static_cast<std::uint16_t>(code);
         const float value = float_from_half(half);
         const float expected = _cvtsh_ss(half);
-        expect(std::isnan(expected) ? std::isnan(value)
-                                    : std::bit_cast<std::uint32_t>(value) ==
-                                          std::bit_cast<std::uint32_t>(expected),
+        expect(std::isnan(expected)
+                   ? std::isnan(value)
+                   : std::bit_cast<std::uint32_t>(value) == std::bit_cast<std::uint32_t>(expected),
                "read otherwise", code);
         // Ties, and what is next to them.
         for (const float up : {0.0F, std::numeric_limits<float>::infinity()}) {

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <limits>
 
-#include "headwater/half.hpp"
 #include "headwater/float_kernels.hpp"
+#include "headwater/half.hpp"
 
 namespace headwater::scalar {
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headwater.kv.pages import ENTRY_DTYPE, GREATEST
+from headwater.kv.pages import ENTRY_DTYPE, as_entries
 
 ROUNDED = torch.float16
 IN_ATTENTION = torch.float16
 CACHED = ENTRY_DTYPE
 
 ACTIVATED_SCALE = 2.0**-6
+GREATEST = torch.finfo(torch.float16).max
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -45,4 +46,4 @@ def for_attention(x: Tensor) -> Tensor:
 
 def for_cache(x: Tensor) -> Tensor:
     """Keys, values or latents as the cache keeps them."""
-    return x.clamp(-GREATEST, GREATEST).to(CACHED)
+    return as_entries(x, CACHED)

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from headwater.kv.layout import KvLayout
 
+# Eight times the precision of BF16, and more than the range that keys, values and latents need.
 ENTRY_DTYPE = torch.float16
-GREATEST = 65504.0
-"""Of FP16's numbers; what lies beyond becomes it."""
 
 
-def as_entries(x: Tensor) -> Tensor:
-    """Keys, values or latents as pages keep them: FP16 has eight times the precision of BF16, and
-    more than the range that they need."""
-    return x.clamp(-GREATEST, GREATEST).to(ENTRY_DTYPE)
+def as_entries(x: Tensor, dtype: torch.dtype = ENTRY_DTYPE) -> Tensor:
+    """Keys, values or latents as pages keep them; what is beyond the range becomes its end."""
+    greatest = torch.finfo(dtype).max
+    return x.clamp(-greatest, greatest).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,8 @@ class KvPages:
         `blocks` and `offsets` are int64 [T]; `keys` and `values` are [T, num_kv_heads, head_dim],
         rounded to FP16 on the way.
         """
-        self.layers[layer][blocks, :, offsets] = as_entries(torch.stack((keys, values), dim=1))
+        pages = self.layers[layer]
+        pages[blocks, :, offsets] = as_entries(torch.stack((keys, values), dim=1), pages.dtype)
 
     def read_gqa(self, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `num_tokens` tokens of the sequence in `block_ids`.
@@ -59,7 +59,8 @@ class KvPages:
 
     def write_mla(self, layer: int, blocks: Tensor, offsets: Tensor, entries: Tensor) -> None:
         """Stores token i, `entries[i]` of [T, head_dim], at `offsets[i]` of block `blocks[i]`."""
-        self.layers[layer][blocks, offsets] = as_entries(entries)
+        pages = self.layers[layer]
+        pages[blocks, offsets] = as_entries(entries, pages.dtype)
 
     def read_mla(self, layer: int, block_ids: Tensor, num_tokens: int) -> Tensor:
         """The first `num_tokens` entries of the sequence in `block_ids`: FP32 [num_tokens, dim]."""

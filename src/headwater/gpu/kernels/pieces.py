@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headwater.kv.pages import GREATEST
+from headwater.gpu.precision import GREATEST
 
 _GREATEST = tl.constexpr(GREATEST)
 
