@@ -20,13 +20,13 @@ from transformers import LlamaForCausalLM
 
 from headwater.convert.default_model import ensure_default_model, find_default_gguf
 from headwater.convert.gguf import Format
-from headwater.kernels import Mode, set_exact_activations
+from headwater.kernels import Mode
 from headwater.kernels.model import NativeTransformer
 from headwater.kv.layout import KvLayout
 from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
-from headwater.model.linear import exact_activations
 from headwater.model.transformer import Transformer
+from tests.exactly import exactly
 
 TEXT = Path(__file__).parent.parent / "data" / "english.txt"
 BLOCK_TOKENS = 16
@@ -62,10 +62,8 @@ def reference(token_ids: Tensor) -> Tensor:
 @pytest.fixture
 def is_exact(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether models made in the test round activations, native ones and torch's."""
-    set_exact_activations(request.param)
-    with exact_activations() if request.param else nullcontext():
+    with exactly() if request.param else nullcontext():
         yield request.param
-    set_exact_activations(False)
 
 
 @pytest.mark.slow

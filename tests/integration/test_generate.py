@@ -18,8 +18,8 @@ from headwater.errors import (
     PromptTooLongError,
 )
 from headwater.generation import FinishReason, SamplingParams, TextEvent
-from headwater.kernels import set_exact_activations
 from headwater.shm import list_segments
+from tests.exactly import exactly
 from tests.integration.reference import greedy
 from tests.tiny_model import CONTEXT, VOCAB
 
@@ -62,11 +62,8 @@ async def test_exact_activations_are_exact_in_both_engines(
     make_stack: Callable[..., Stack], tiny_model: Path, shm_prefix: str
 ) -> None:
     rounded = greedy(tiny_model, shm_prefix, PROMPT, 4)
-    set_exact_activations(True)
-    try:
+    with exactly():
         expected = greedy(tiny_model, shm_prefix, PROMPT, 4)
-    finally:
-        set_exact_activations(False)
     assert expected != rounded
     stack = make_stack("model.exact_activations=true")
     stack.start()

@@ -15,6 +15,7 @@ from headwater.kernels import (
     set_exact_activations,
     supported_isas,
 )
+from tests.exactly import exactly
 from tests.native.samples import FORMATS, product, relative_error, seeded
 
 ISAS = supported_isas()
@@ -23,10 +24,9 @@ TOLERANCE = 8e-6
 
 
 @pytest.fixture(autouse=True)
-def exactly() -> Iterator[None]:
-    set_exact_activations(True)
-    yield
-    set_exact_activations(False)
+def in_two_pieces() -> Iterator[None]:
+    with exactly():
+        yield
 
 
 @pytest.fixture(scope="module")

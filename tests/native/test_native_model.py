@@ -15,18 +15,19 @@ from torch import Tensor
 
 from headwater import _native
 from headwater.errors import ConfigError, InternalError
-from headwater.kernels import Mode, WorkerPool, set_exact_activations, supported_isas
+from headwater.kernels import Mode, WorkerPool, supported_isas
 from headwater.kernels.model import NativeTransformer
 from headwater.kv.pages import KvPages
 from headwater.model.batch import Batch, SequenceChunk
 from headwater.model.gate import Gate
 from headwater.model.layer_spec import MoeFfnSpec
-from headwater.model.linear import Scratch, exact_activations
+from headwater.model.linear import Scratch
 from headwater.model.source import WeightSource
 from headwater.model.spec import ModelSpec
 from headwater.model.transformer import Transformer
 from headwater.weights.loader import load_weights
 from headwater.weights.store import WeightsStore
+from tests.exactly import exactly
 from tests.nan_pages import nan_pages
 from tests.native.samples import relative_error, seeded
 
@@ -87,13 +88,9 @@ def test_exact_activations_are_those_of_torch_that_rounds_nothing(
     make: Callable[..., NativeTransformer], store: WeightsStore, isa: str, mode: Mode
 ) -> None:
     rounding = make(mode=mode, isa=isa)
-    set_exact_activations(True)
-    try:
-        exact = make(mode=mode, isa=isa)
-    finally:
-        set_exact_activations(False)
     chunk = SequenceChunk(PROMPT, 0, [9, 3, 7])
-    with exact_activations():
+    with exactly():
+        exact = make(mode=mode, isa=isa)
         expected = _logits(Transformer(exact.spec, store), chunk)
     # What is left is an entry of the cache that falls to the other side here and there.
     assert relative_error(_logits(exact, chunk), expected) < 3e-4

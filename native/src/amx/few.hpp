@@ -198,13 +198,14 @@ class FewProduct {
                                             std::int64_t first, std::int64_t num_bytes,
                                             std::byte* tile) {
         const std::int64_t later = block + kAhead;
-        const std::int64_t behind = min_of(later - blocks_, blocks_ - 1);
-        const std::int64_t number = pair.row / kTile;
-        const std::byte* const* rows = rows_[number % 2] + first;
+        const bool is_same_tile = later < blocks_;
+        const std::int64_t there = is_same_tile ? later : min_of(later - blocks_, blocks_ - 1);
+        const std::int64_t tile_of_two = pair.row / kTile % 2;
+        const std::byte* const* rows = rows_[tile_of_two] + first;
         const std::byte* const* rows_ahead =
-            rows_[(number + (later < blocks_ ? 0 : 1)) % 2] + first;
+            rows_[is_same_tile ? tile_of_two : 1 - tile_of_two] + first;
         const std::int64_t at = block * F::kBlockBytes;
-        const std::int64_t at_ahead = (later < blocks_ ? later : behind) * F::kBlockBytes;
+        const std::int64_t at_ahead = there * F::kBlockBytes;
         for (std::int64_t i = 0; i < 4; ++i) {
             for (std::int64_t line = 0; line < F::kBlockBytes; line += 64) {
                 fetch_near(rows_ahead[i] + at_ahead + line);

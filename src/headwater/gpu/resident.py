@@ -131,8 +131,7 @@ class ResidentGate:
     @classmethod
     def of(cls, spec: MoeFfnSpec, weights: ResidentWeights) -> ResidentGate:
         """The gate of the layer whose weights are given."""
-        has_bias = spec.gate == "sigmoid_bias_group"
-        bias = weights.floats("gate.bias") if has_bias else None
+        bias = weights.floats("gate.bias") if spec.has_bias else None
         return cls(spec, weights.floats("gate"), bias)
 
     def __call__(self, normal: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ class Routing:
 def gate(spec: MoeFfnSpec, hidden: Tensor, weights: DenseWeights) -> tuple[Tensor, Tensor, Tensor]:
     """hidden, FP32 [T, hidden] -> norm(hidden) in FP16, experts int64 and weights FP32 [T, k]."""
     matrix = weights.floats("gate")
-    bias = weights.floats("gate.bias") if spec.gate == "sigmoid_bias_group" else None
+    bias = weights.floats("gate.bias") if spec.has_bias else None
     num_tokens, choices = hidden.shape[0], spec.experts_per_token
     x = torch.empty(hidden.shape, dtype=precision.ROUNDED, device=hidden.device)
     experts = torch.empty(num_tokens, choices, dtype=torch.int64, device=hidden.device)

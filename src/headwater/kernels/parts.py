@@ -103,7 +103,7 @@ class DecoderParts:
         has_shared = spec.shared_intermediate_size > 0
         gate = _native.Gate(
             matrix=self._float_matrix(f"{name}.gate"),
-            bias=self._floats(f"{name}.gate.bias") if spec.gate == "sigmoid_bias_group" else 0,
+            bias=self._floats(f"{name}.gate.bias") if spec.has_bias else 0,
             experts_per_token=spec.experts_per_token,
             num_groups=spec.num_groups,
             groups_per_token=spec.groups_per_token,

@@ -242,7 +242,7 @@ def _moe_tensors(
 ) -> Iterator[TensorSpec]:
     block = f"{theirs}.{names.moe_block}"
     yield _small(f"{ours}.gate", f"{block}.gate.weight", spec.num_experts, hidden_size)
-    if spec.gate == "sigmoid_bias_group":
+    if spec.has_bias:
         source = f"{block}.gate.e_score_correction_bias"
         yield _small(f"{ours}.gate.bias", source, spec.num_experts)
     experts = _Linears(f"{ours}.experts", f"{block}.experts", quant)

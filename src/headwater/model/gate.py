@@ -15,8 +15,7 @@ class Gate:
     def __init__(self, spec: MoeFfnSpec, source: WeightSource) -> None:
         self._spec = spec
         self._matrix = source.matrix("gate")
-        has_bias = spec.gate == "sigmoid_bias_group"
-        self._bias = source.tensor("gate.bias").to(torch.float32) if has_bias else None
+        self._bias = source.tensor("gate.bias").to(torch.float32) if spec.has_bias else None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """FP32 [T, hidden] -> experts int64 [T, k], and their weights FP32 [T, k]."""

@@ -105,6 +105,11 @@ class MoeFfnSpec:
     groups_per_token: int = 1
     shared_intermediate_size: int = 0
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether the gate has a bias."""
+        return self.gate == "sigmoid_bias_group"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:

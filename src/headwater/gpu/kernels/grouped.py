@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from headwater.gpu.kernels.experts import ExpertStack, Rows, Stack, Tiles
+from headwater.gpu.kernels.pieces import within_half
 from headwater.gpu.kernels.table import TileConfig, capability_of, shapes_for
 from headwater.gpu.kernels.weights import format_on, group_columns, weight_scale, weight_tile
-from headwater.gpu.precision import ACTIVATED_SCALE, GREATEST
+from headwater.gpu.precision import ACTIVATED_SCALE
 
 # The interpreter multiplies the bits of BF16 as if they were integers (Triton 3.6), so its products
 # are FP32; on a GPU this is never the case.
 _IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
-_GREATEST = tl.constexpr(GREATEST)
 _PRODUCTS = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float16: tl.float16,
@@ -147,7 +147,7 @@ def _grouped(
         total = total / (1.0 + tl.exp(-total)) * total_up
     total *= factor
     if out.dtype.element_ty == tl.float16:
-        total = tl.clamp(total, -_GREATEST, _GREATEST, propagate_nan=tl.PropagateNan.ALL)
+        total = within_half(total)
     target = (token - first_row).to(tl.int64)
     place = target[None, :] * out_width + (shard * rows + row)[:, None]
     mask = is_token[None, :] & (row < rows)[:, None]

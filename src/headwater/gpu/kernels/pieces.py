@@ -29,10 +29,15 @@ def sum_of_pieces(partial, row, rows_in_all, first, width, column, mask, pieces:
 
 
 @triton.jit
+def within_half(x):
+    """What lies beyond the range of FP16 becomes its end; NaN stays."""
+    return tl.clamp(x, -_GREATEST, _GREATEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def as_entry(x, cache):
     """Keys, values or latents as the cache keeps them; see headwater.kv.pages.as_entries."""
-    near = tl.clamp(x, -_GREATEST, _GREATEST, propagate_nan=tl.PropagateNan.ALL)
-    return near.to(cache.dtype.element_ty)
+    return within_half(x).to(cache.dtype.element_ty)
 
 
 @triton.jit
