@@ -12,6 +12,7 @@ import statistics
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,6 +72,16 @@ def huge_buffer(num_bytes: int) -> torch.Tensor:
     buffer = torch.from_numpy(np.frombuffer(region, dtype=np.uint8))
     buffer.fill_(1)
     return buffer
+
+
+def stolen_seconds() -> float:
+    """Since the start, of all CPUs: what a hypervisor gave to other machines instead.
+
+    Zero where there is none; in steps of 10 ms ("steal" in proc_stat(5)).
+    """
+    with Path("/proc/stat").open(encoding="ascii") as file:
+        _, *times = file.readline().split()
+    return int(times[7]) / os.sysconf("SC_CLK_TCK")
 
 
 def alternate(

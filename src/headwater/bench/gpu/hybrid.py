@@ -13,7 +13,7 @@ import torch
 
 from headwater.bench.gpu.random_model import RandomModel
 from headwater.bench.gpu.slp import FP8
-from headwater.bench.timing import ReadProbe
+from headwater.bench.timing import ReadProbe, stolen_seconds
 from headwater.gpu.device import find_gpu, give_back
 from headwater.gpu.dual_batch import DualBatchPolicy, micro_batches
 from headwater.gpu.hybrid_decoder import HybridDecoder
@@ -34,6 +34,7 @@ _WARM_ROUNDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3, 43, 103
 _SECONDS_EACH = 6.0
 # Of a batch: other machines' use of the memory changes within seconds.
 _LEAST_STEPS, _MOST_STEPS, _STEPS_SECONDS = 18, 103, 12.0
+_LEAST_QUIET = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,20 +203,42 @@ def hand_over(
 
 
 @dataclass(frozen=True, slots=True)
-class _Steps:
-    """Medians: seconds of a step and of the CPU's part in it, and what memory gave meanwhile.
+class _Read:
+    """What memory gives, and what had been stolen from this machine before and after."""
 
-    `readable_bytes` and `cpu_readable_bytes` are what reading would have brought in that time, at
-    the rate just before and after. `read_gb_per_s` is that rate, `best_gb_per_s` the fastest read:
-    what memory does while nobody else uses it. `fetched_bytes` were read ahead in a step;
-    `right_share` of the likeliest experts were chosen.
+    gb_per_s: float
+    stolen_before: float
+    stolen_after: float
+
+
+def _read(probe: ReadProbe) -> _Read:
+    before = stolen_seconds()
+    return _Read(probe.gb_per_s(), before, stolen_seconds())
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Seconds of a step and of the CPU's part in it, and GB/s of reads just before and after.
+
+    In a quiet one and the reads around it the hypervisor took no time for others. A core that it
+    takes away for a millisecond is waited for by all the others, in most steps on a busy machine,
+    but hardly ever in a read, which is twenty times as short.
     """
 
     seconds: float
     cpu_seconds: float
-    readable_bytes: float
-    cpu_readable_bytes: float
     read_gb_per_s: float
+    is_quiet: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps in a row. `best_gb_per_s` is the fastest read: what memory does while nobody else uses
+    it. `fetched_bytes` were read ahead in a step; `right_share` of the likeliest experts were
+    chosen.
+    """
+
+    steps: list[_Step]
     best_gb_per_s: float
     fetched_bytes: float
     right_share: float
@@ -229,36 +252,34 @@ def _time_steps(decoder: HybridDecoder, rows: int, context: int, probe: ReadProb
     assert worker is not None
     generator = torch.Generator().manual_seed(rows)
     times: list[tuple[float, float]] = []
-    reads: list[float] = []
     counts: list[tuple[int, int, int]] = []
     began = time.perf_counter()
+    reads = [_read(probe)]
     while len(times) < _LEAST_STEPS or (
         len(times) < _MOST_STEPS and time.perf_counter() - began < _STEPS_SECONDS
     ):
         tokens = torch.randint(decoder.spec.vocab_size, (rows,), generator=generator)
-        reads.append(probe.gb_per_s())
         busy, began_at = worker.busy_seconds, time.perf_counter()
         logits = decoder.logits(decoder.step(parts, tokens, positions)[0])
         times.append((time.perf_counter() - began_at, worker.busy_seconds - busy))
         counts.append((worker.fetched_bytes, worker.num_predicted, worker.num_right))
-    reads.append(probe.gb_per_s())
+        reads.append(_read(probe))
     assert bool(torch.isfinite(logits).all()), "the step gave no numbers"
+    steps = [
+        _Step(
+            *both,
+            read_gb_per_s=(before.gb_per_s + after.gb_per_s) / 2,
+            is_quiet=after.stolen_after == before.stolen_before,
+        )
+        for before, both, after in zip(reads, times, reads[1:], strict=False)
+    ]
     # The first ones compile and capture.
-    around = [(1e9 * (a + b) / 2, *t) for a, b, t in zip(reads, reads[1:], times, strict=False)]
-    around = around[_WARM_ROUNDS:]
+    steps = steps[_WARM_ROUNDS:]
     fetched, predicted, right = (
         last - first for first, last in zip(counts[_WARM_ROUNDS - 1], counts[-1], strict=True)
     )
-    return _Steps(
-        statistics.median(step for _, step, _ in around),
-        statistics.median(cpu for _, _, cpu in around),
-        statistics.median(rate * step for rate, step, _ in around),
-        statistics.median(rate * cpu for rate, _, cpu in around),
-        statistics.median(rate for rate, _, _ in around) / 1e9,
-        max(reads),
-        fetched / len(around),
-        right / max(1, predicted),
-    )
+    best = max(read.gb_per_s for read in reads)
+    return _Steps(steps, best, fetched / len(steps), right / max(1, predicted))
 
 
 def _compare_ways(decoder: HybridDecoder, rows: int, context: int) -> dict[str, Any]:
@@ -317,22 +338,39 @@ def _row(
     chosen = max(la.ffn.experts_per_token for la in spec.layers if isinstance(la.ffn, MoeFfnSpec))
     # Tokens choose as if by chance, so that some share experts.
     distinct = num_experts * (1 - (1 - chosen / num_experts) ** batch) / chosen
-    num_bytes = decoder.expert_bytes * distinct
+    expert_gb = decoder.expert_bytes * distinct / 1e9
+    quiet = [step for step in steps.steps if step.is_quiet]
+    seconds, cpu_seconds, read_gb_per_s = (
+        statistics.median(getattr(step, field) for step in steps.steps)
+        for field in ("seconds", "cpu_seconds", "read_gb_per_s")
+    )
     return {
         "what": "hybrid",
         "shape": str(shape),
         "batch": batch,
         "context": context,
         "isa": isa(),
-        "step_ms": 1e3 * steps.seconds,
-        "cpu_ms": 1e3 * steps.cpu_seconds,
-        "rest_us_per_layer": 1e6 * (steps.seconds - steps.cpu_seconds) / spec.num_layers,
-        "expert_gb": num_bytes / 1e9,
-        "read_gb_per_s": steps.read_gb_per_s,
+        "step_ms": 1e3 * seconds,
+        "cpu_ms": 1e3 * cpu_seconds,
+        "rest_us_per_layer": 1e6 * (seconds - cpu_seconds) / spec.num_layers,
+        "expert_gb": expert_gb,
+        "read_gb_per_s": read_gb_per_s,
         "best_read_gb_per_s": steps.best_gb_per_s,
-        "roofline_ratio": num_bytes / steps.readable_bytes,
-        "cpu_ratio": num_bytes / steps.cpu_readable_bytes,
+        "roofline_ratio": _share_of_reads(steps.steps, expert_gb, "seconds"),
+        "cpu_ratio": _share_of_reads(steps.steps, expert_gb, "cpu_seconds"),
+        "steps": len(steps.steps),
+        "quiet_steps": len(quiet),
+        "quiet_roofline_ratio": _share_of_reads(quiet, expert_gb, "seconds"),
+        "quiet_cpu_ratio": _share_of_reads(quiet, expert_gb, "cpu_seconds"),
         "fetched_mb_per_layer": steps.fetched_bytes / spec.num_layers / 1e6,
         "right_share": steps.right_share,
-        "tokens_per_s": batch / steps.seconds,
+        "tokens_per_s": batch / seconds,
     }
+
+
+def _share_of_reads(steps: Sequence[_Step], expert_gb: float, field: str) -> float | None:
+    """Of what memory gave around a step, the median; None if there are too few to tell."""
+    if len(steps) < _LEAST_QUIET:
+        return None
+    shares = [expert_gb / (step.read_gb_per_s * getattr(step, field)) for step in steps]
+    return float(statistics.median(shares))
