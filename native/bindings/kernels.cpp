@@ -25,10 +25,8 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 const Kernels& kernels_named(const std::string& isa) {
-    for (const Isa supported : supported_isas()) {
-        if (isa == isa_name(supported)) {
-            return kernels_of(supported);
-        }
+    if (const auto found = supported_isa(isa)) {
+        return kernels_of(*found);
     }
     throw Failure(FailureKind::kConfig, "isa: '" + isa + "' is not supported by this CPU");
 }
@@ -68,7 +66,7 @@ void run_linear(WorkerPool& pool, const std::string& isa,
         list.push_back({matrix, address<float>(output), matrix->rows});
     }
     const std::int64_t columns = list.empty() ? 0 : list.front().matrix->columns;
-    const Kernels& kernels = isa.empty() ? active_kernels() : kernels_named(isa);
+    const Kernels& kernels = kernels_or_active(isa);
     const py::gil_scoped_release no_gil;
     linear(pool, kernels, list, address<const float>(x), columns, num_tokens, mode);
 }
@@ -78,7 +76,7 @@ std::unique_ptr<MoeLayer> make_moe_layer(WorkerPool& pool, const std::string& is
                                          std::int64_t num_experts, int num_shards,
                                          int experts_per_token, Activation activation,
                                          float limit) {
-    const Kernels& kernels = isa.empty() ? active_kernels() : kernels_named(isa);
+    const Kernels& kernels = kernels_or_active(isa);
     return std::make_unique<MoeLayer>(pool, kernels,
                                       stacked_experts(gate_up, down, num_experts, num_shards),
                                       MoeLayer::Options{experts_per_token, activation, limit});
@@ -105,6 +103,10 @@ void run_moe(const MoeLayer& layer, std::uintptr_t x, std::uintptr_t experts,
 }
 
 }  // namespace
+
+const Kernels& kernels_or_active(const std::string& isa) {
+    return isa.empty() ? active_kernels() : kernels_named(isa);
+}
 
 void bind_kernels(py::module_& m) {
     py::native_enum<Format>(m, "Format", "enum.Enum")

@@ -23,18 +23,6 @@ std::vector<float> floats_at(std::uintptr_t data, std::int64_t count) {
     return {begin, begin + count};
 }
 
-const Kernels& table_of(const std::string& isa) {
-    if (isa.empty()) {
-        return active_kernels();
-    }
-    for (const Isa supported : supported_isas()) {
-        if (isa == isa_name(supported)) {
-            return kernels_of(supported);
-        }
-    }
-    throw Failure(FailureKind::kConfig, "isa: '" + isa + "' is not supported by this CPU");
-}
-
 GqaAttention make_gqa(std::int64_t num_heads, std::int64_t num_kv_heads, std::int64_t head_dim,
                       float softmax_scale, const Matrix& q, const Matrix& k, const Matrix& v,
                       const Matrix& o, const std::optional<RmsNorm>& q_norm,
@@ -63,7 +51,7 @@ Gate make_gate(const FloatMatrix& matrix, std::uintptr_t bias, std::int64_t expe
 }
 
 Compute make_compute(WorkerPool& pool, const std::string& isa, Mode mode) {
-    return {&pool, &table_of(isa), mode};
+    return {&pool, &kernels_or_active(isa), mode};
 }
 
 void choose(const Gate& gate, const Compute& compute, std::uintptr_t x, std::int64_t num_tokens,

@@ -106,6 +106,15 @@ std::vector<Isa> supported_isas() {
     return kSupported;
 }
 
+std::optional<Isa> supported_isa(std::string_view name) {
+    for (const Isa isa : supported_isas()) {
+        if (name == isa_name(isa)) {
+            return isa;
+        }
+    }
+    return std::nullopt;
+}
+
 bool wants_several_rows() { return __builtin_cpu_is("intel"); }
 
 std::vector<int> allowed_cpus() {

@@ -28,10 +28,8 @@ Isa choose() {
     if (forced == nullptr || *forced == '\0') {
         return supported_isas().front();
     }
-    for (const Isa isa : supported_isas()) {
-        if (std::string(forced) == isa_name(isa)) {
-            return isa;
-        }
+    if (const auto isa = supported_isa(forced)) {
+        return *isa;
     }
     throw Failure(FailureKind::kConfig, std::string(kVariable) + ": '" + forced +
                                             "' is unknown or not supported by this CPU; " +

@@ -58,6 +58,16 @@ class Rig:
         call.cancel()
 
 
+async def start_router(router: Router, server: Server, exits: contextlib.AsyncExitStack) -> int:
+    """Starts both, and gives the server's port; at the exits they end as they do in production."""
+    port = await server.start()
+    exits.push_async_callback(router.stop)
+    exits.push_async_callback(server.stop, 0)
+    exits.callback(router.drain)
+    router.start()
+    return port
+
+
 @contextlib.asynccontextmanager
 async def running_rig() -> AsyncIterator[Rig]:
     """One that is ready; it ends with the context."""
@@ -76,11 +86,7 @@ async def running_rig() -> AsyncIterator[Rig]:
         tokenizer = router.core.model.tokenizer
         decode.script = [*tokenizer.encode(ANSWER, add_special_tokens=False), EOS_TOKEN_ID]
         server = Server("127.0.0.1:0", router.registrations)
-        port = await server.start()
-        exits.push_async_callback(router.stop)
-        exits.push_async_callback(server.stop, 0)
-        exits.callback(router.drain)
-        router.start()
+        port = await start_router(router, server, exits)
         reporting = asyncio.create_task(router.report_readiness(server.set_ready))
         exits.callback(reporting.cancel)
         channel = open_channel(f"127.0.0.1:{port}")

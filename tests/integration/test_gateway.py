@@ -26,9 +26,9 @@ from tests.integration.fake_engines import (
     serving_prefill,
 )
 from tests.integration.gateway import gateway, until_ready
+from tests.integration.router_rig import MODEL_DIR, start_router
 from tests.integration.stack import free_port
 
-MODEL_DIR = Path(__file__).parents[1] / "data" / "text_model"
 MODEL_NAME = "tiny"
 ANSWER = " Paris. 😀 Then stop here, and go on."
 
@@ -61,11 +61,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
             max_waiting=2,
         )
         server = Server("127.0.0.1:0", router.registrations)
-        router_port = await server.start()
-        exits.push_async_callback(router.stop)
-        exits.push_async_callback(server.stop, 0)
-        exits.callback(router.drain)
-        router.start()
+        router_port = await start_router(router, server, exits)
         port = free_port()
         base_url = f"http://127.0.0.1:{port}"
         openai_client = openai.AsyncOpenAI(

@@ -27,9 +27,9 @@ from tests.integration.fake_engines import (
     serving_prefill,
 )
 from tests.integration.gateway import gateway, until_ready
+from tests.integration.router_rig import MODEL_DIR, start_router
 from tests.integration.stack import free_port
 
-MODEL_DIR = Path(__file__).parents[1] / "data" / "text_model"
 ANSWER = " Paris."
 PROMPT = "The capital of France is"
 KEY = "correct-horse-battery-staple"
@@ -75,11 +75,7 @@ async def edge(tmp_path: Path, protection: Protection) -> AsyncIterator[Edge]:
         plain_port = free_port()
         plain = f"127.0.0.1:{plain_port}"
         server = Server("127.0.0.1:0", router.registrations, link, "router", plain)
-        await server.start()
-        exits.push_async_callback(router.stop)
-        exits.push_async_callback(server.stop, 0)
-        exits.callback(router.drain)
-        router.start()
+        await start_router(router, server, exits)
         listen = f"127.0.0.1:{free_port()}"
         port = int(listen.rpartition(":")[2])
         process = await exits.enter_async_context(

@@ -29,10 +29,10 @@ from tests.integration.fake_engines import (
     serving_prefill,
 )
 from tests.integration.gateway import until_ready
+from tests.integration.router_rig import MODEL_DIR, start_router
 from tests.integration.stack import free_port
 
 BASE = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base"
-MODEL_DIR = Path(__file__).parents[1] / "data" / "text_model"
 NAMESPACE = "headwater"
 
 
@@ -144,13 +144,7 @@ async def router_port() -> AsyncIterator[int]:
         router = build_router(
             MODEL_DIR, "tiny", prefill.address, decode.address, max_running=4, max_waiting=2
         )
-        server = Server("127.0.0.1:0", router.registrations)
-        port = await server.start()
-        exits.push_async_callback(router.stop)
-        exits.push_async_callback(server.stop, 0)
-        exits.callback(router.drain)
-        router.start()
-        yield port
+        yield await start_router(router, Server("127.0.0.1:0", router.registrations), exits)
 
 
 async def test_the_gateway_finds_the_node(router_port: int, tmp_path: Path) -> None:

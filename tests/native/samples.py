@@ -104,6 +104,14 @@ def seeded(request: pytest.FixtureRequest) -> tuple[torch.Generator, random.Rand
     return torch.Generator().manual_seed(seed), random.Random(seed)
 
 
+def any_sample(name: str, rng: torch.Generator, choose: random.Random) -> Sample:
+    """A matrix of any size up to 300 x 487; its rows end anywhere where the format has it so."""
+    rows, columns = choose.randint(1, 300), 8 * choose.randint(1, 60)
+    if name in ("bf16", "fp8"):
+        columns += choose.randint(0, 7)
+    return FORMATS[name](rng, rows, columns)
+
+
 def rounded(x: Tensor) -> Tensor:
     """What the kernels compute with: rounded to BF16, in FP64."""
     return x.bfloat16().double()

@@ -103,11 +103,6 @@ def make(
     return Problem(batch, pages, queries, value_dim or key_dim, window, sinks)
 
 
-@pytest.fixture(scope="module")
-def pool() -> WorkerPool:
-    return WorkerPool(2)
-
-
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("round_", range(6))
 def test_gqa_of_random_shapes(

@@ -16,7 +16,7 @@ from headwater.kernels import (
     supported_isas,
 )
 from tests.exactly import exactly
-from tests.native.samples import FORMATS, product, relative_error, seeded
+from tests.native.samples import FORMATS, any_sample, product, relative_error, seeded
 
 ISAS = supported_isas()
 # 2^-17 of an activation may be lost, and FP32 sums lose 2e-6; rounding to BF16 alone loses 2e-3.
@@ -27,11 +27,6 @@ TOLERANCE = 8e-6
 def in_two_pieces() -> Iterator[None]:
     with exactly():
         yield
-
-
-@pytest.fixture(scope="module")
-def pool() -> WorkerPool:
-    return WorkerPool(2)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -47,11 +42,10 @@ def test_random_shapes(
 ) -> None:
     rng, choose = seeded(request)
     for num_tokens in (1, choose.randint(2, 9), choose.randint(10, 40)):
-        rows, columns = choose.randint(1, 300), 8 * choose.randint(1, 60)
-        sample = FORMATS[name](rng, rows, columns)
+        sample = any_sample(name, rng, choose)
         x = torch.randn(num_tokens, sample.matrix.columns, generator=rng)
         found = product(pool, sample, x, isa, mode)
-        shape = (rows, sample.matrix.columns, num_tokens)
+        shape = (sample.matrix.rows, sample.matrix.columns, num_tokens)
         assert relative_error(found, x.double() @ sample.values.T) < TOLERANCE, shape
         alone = product(pool, sample, x[-1:], isa, mode)
         assert torch.equal(found[-1:], alone), shape

@@ -7,17 +7,20 @@ import torch
 
 from headwater.errors import ConfigError, InternalError
 from headwater.kernels import Matrix, Mode, WorkerPool, linear, self_test, supported_isas
-from tests.native.samples import FORMATS, Sample, product, relative_error, rounded, seeded
+from tests.native.samples import (
+    FORMATS,
+    Sample,
+    any_sample,
+    product,
+    relative_error,
+    rounded,
+    seeded,
+)
 
 ISAS = supported_isas()
 # FP32 sums against FP64; the scalar kernels sum up in FP64.
 TOLERANCE = {"scalar": 1e-7}
 VECTOR_TOLERANCE = 2e-6
-
-
-@pytest.fixture(scope="module")
-def pool() -> WorkerPool:
-    return WorkerPool(2)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -33,15 +36,12 @@ def test_random_shapes_and_tails(
 ) -> None:
     rng, choose = seeded(request)
     for _ in range(4):
-        rows, columns = choose.randint(1, 300), 8 * choose.randint(1, 60)
-        if name in ("bf16", "fp8"):
-            columns += choose.randint(0, 7)
+        sample = any_sample(name, rng, choose)
         num_tokens = choose.choice([1, 2, 3, 4, 5, 8, 9, 21, 40])
-        sample = FORMATS[name](rng, rows, columns)
         x = torch.randn(num_tokens, sample.matrix.columns, generator=rng)
         expected = rounded(x) @ sample.values.T
         error = relative_error(product(pool, sample, x, isa, mode), expected)
-        shape = (rows, sample.matrix.columns, num_tokens)
+        shape = (sample.matrix.rows, sample.matrix.columns, num_tokens)
         assert error < TOLERANCE.get(isa, VECTOR_TOLERANCE), shape
 
 

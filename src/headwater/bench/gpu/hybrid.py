@@ -160,7 +160,7 @@ def hand_over(
     worker = ExpertWorker(pool, [experts], [lane])
     norm = Norm(torch.ones(spec.hidden_size, device=device), spec.norm_eps)
     weight = weights.tensor(f"layers.{index}.gate").to(device).float()
-    bias = torch.zeros(ffn.num_experts, device=device) if ffn.num_groups > 1 else None
+    bias = torch.zeros(ffn.num_experts, device=device) if ffn.has_bias else None
     gate = ResidentGate(ffn, weight, bias)
     hidden = torch.randn(1, spec.hidden_size, device=device)
 
