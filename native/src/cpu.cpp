@@ -40,7 +40,8 @@ bool has_amx() {
         return false;
     }
     const bool has_bf16_tiles = (edx >> 22 & 1) != 0 && (edx >> 24 & 1) != 0;
-    return has_bf16_tiles && __builtin_cpu_supports("gfni") &&
+    const bool has_fp16 = (edx >> 23 & 1) != 0;
+    return has_bf16_tiles && has_fp16 && __builtin_cpu_supports("gfni") &&
            syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureXtiledata) == 0;
 }
 

@@ -65,6 +65,11 @@ std::int64_t MoeLayer::expert_bytes() const noexcept {
            (stored_bytes(weights.gate) + stored_bytes(weights.up) + stored_bytes(weights.down));
 }
 
+bool MoeLayer::is_sparse() const noexcept {
+    constexpr std::int64_t kFewest = 16;
+    return num_experts() >= kFewest * options_.experts_per_token;
+}
+
 std::int64_t MoeLayer::gate_up_rows(std::int64_t num_active) const noexcept {
     return rows_per_task(intermediate_, 2 * packed_bytes(shards_[0][0].gate.format, hidden_),
                          num_active * static_cast<std::int64_t>(shards_.size()),

@@ -6,12 +6,24 @@
 
 namespace headwater {
 
+namespace {
+
+// By the layer, not by its tokens, so that none of them depends on how many there are.
+auto product_of(const MoeLayer& layer, const Kernels& kernels, Mode mode) {
+    if (mode == Mode::kPrefill) {
+        return kernels.multiply_many;
+    }
+    return layer.is_sparse() ? kernels.multiply_sparse : kernels.multiply;
+}
+
+}  // namespace
+
 MoeRun::MoeRun(const MoeLayer& layer, const MoeBatch& batch)
     : layer_(layer),
       kernels_(layer.kernels_),
       pool_(layer.pool_),
       batch_(batch),
-      multiply_(batch.mode == Mode::kDecode ? kernels_.multiply : kernels_.multiply_many),
+      multiply_(product_of(layer, kernels_, batch.mode)),
       num_shards_(static_cast<std::int64_t>(layer.shards_.size())),
       hidden_(layer.hidden_),
       intermediate_(layer.intermediate_),

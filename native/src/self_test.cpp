@@ -12,8 +12,10 @@ namespace headwater {
 
 namespace {
 
-// Larger than the rounding of FP32 sums of this length, smaller than any wrong weight.
+// Larger than the rounding of FP32 sums of this length, and of FP16 sums; smaller than any wrong
+// weight.
 constexpr double kTolerance = 1e-4;
+constexpr double kSparseTolerance = 1e-3;
 constexpr std::int64_t kRows = 7;
 
 // A fixed sequence, the same on every machine.
@@ -129,7 +131,7 @@ std::vector<float> multiply(const Kernels& kernels, void (*function)(const Produ
 }
 
 void compare(const Kernels& kernels, const std::string& what, const std::vector<float>& got,
-             const std::vector<float>& expected) {
+             const std::vector<float>& expected, double tolerance = kTolerance) {
     double error = 0.0;
     double norm = 0.0;
     for (std::size_t i = 0; i < got.size(); ++i) {
@@ -137,7 +139,7 @@ void compare(const Kernels& kernels, const std::string& what, const std::vector<
         norm += expected[i] * expected[i];
     }
     // Written so that NaN fails.
-    if (!(std::sqrt(error) <= kTolerance * std::sqrt(norm))) {
+    if (!(std::sqrt(error) <= tolerance * std::sqrt(norm))) {
         throw Failure(FailureKind::kInternal,
                       std::string("self-test: kernel '") + what + "' of the instruction set " +
                           isa_name(kernels.isa) + " disagrees with the reference (relative error " +
@@ -176,6 +178,9 @@ void self_test(const Kernels& kernels, const Kernels& reference) {
                 compare(kernels, std::string("multiply_many ") + c.name,
                         multiply(kernels, kernels.multiply_many, sample.matrix, x, num_tokens),
                         expected);
+                compare(kernels, std::string("multiply_sparse ") + c.name,
+                        multiply(kernels, kernels.multiply_sparse, sample.matrix, x, num_tokens),
+                        expected, kSparseTolerance);
             }
         }
     }

@@ -88,6 +88,8 @@ const Kernels& table() {
         kernels.scratch_bytes = &TwoPieces<kBase>::scratch_bytes;
         kernels.multiply = &TwoPieces<kBase>::multiply;
         kernels.multiply_many = &TwoPieces<kBase>::multiply_many;
+        // What it rounds would be more than what a second piece adds.
+        kernels.multiply_sparse = kernels.multiply;
         return kernels;
     }();
     return kTable;

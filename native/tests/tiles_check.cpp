@@ -1,5 +1,6 @@
-// The kernels for AMX on a CPU without it: native/src/amx compiled against emulated tiles, compared
-// with the scalar kernels, and one token with many, decode with prefill, bit for bit.
+// The kernels for AMX on a CPU without it: native/src/amx compiled against emulated tiles and FP16
+// arithmetic, compared with the scalar kernels, and one token with many, decode with prefill, bit
+// for bit.
 //
 // tests/native/test_emulated_tiles.py builds and runs it. `tiles_check SEED`.
 #include <cmath>
@@ -19,8 +20,11 @@ using namespace headwater;
 namespace {
 
 constexpr int kRounds = 6;
+constexpr std::int64_t kMost = 40;
 // FP32 sums against FP64.
 constexpr double kTolerance = 5e-6;
+// Sums of eight products in FP16.
+constexpr double kSparseTolerance = 6e-4;
 
 struct Lines {
     explicit Lines(std::int64_t num_bytes) : lines(static_cast<std::size_t>(num_bytes / 64 + 1)) {}
@@ -79,6 +83,52 @@ double relative_error(const std::vector<float>& got, const std::vector<float>& e
     std::exit(1);
 }
 
+std::vector<float> alone(Function function, const Matrix& m, std::int64_t begin,
+                         const std::vector<float>& x) {
+    std::vector<float> all;
+    for (std::int64_t t = 0; t < kMost; ++t) {
+        const auto one = run(amx::kKernels, function, m, begin, m.rows, x, t, 1);
+        all.insert(all.end(), one.begin(), one.end());
+    }
+    return all;
+}
+
+bool is_prefix(const std::vector<float>& part, const std::vector<float>& all) {
+    return std::memcmp(part.data(), all.data(), part.size() * sizeof(float)) == 0;
+}
+
+// Few tokens per expert: near enough, and alike however many there are; FP8 at any magnitude.
+void check_sparse(const Kind& kind, const Matrix& m, std::int64_t begin,
+                  const std::vector<float>& x, const std::vector<float>& expected) {
+    const Function function = amx::kKernels.multiply_sparse;
+    const auto single = alone(function, m, begin, x);
+    const double tolerance = kind.format == Format::kFp8 ? kSparseTolerance : kTolerance;
+    if (!(relative_error(single, expected) <= tolerance)) {
+        fail(kind, "a token of few differs from scalar", m.rows, m.columns, 1);
+    }
+    for (const std::int64_t count : {2, 3, 4, 5, 8, 9, 40}) {
+        if (!is_prefix(run(amx::kKernels, function, m, begin, m.rows, x, 0, count), single)) {
+            fail(kind, "few together differ from alone", m.rows, m.columns, count);
+        }
+    }
+    if (kind.format != Format::kFp8) {
+        return;
+    }
+    for (const float power : {0x1p-90f, 0x1p90f}) {
+        std::vector<float> scaled = x;
+        std::vector<float> results = single;
+        for (float& value : scaled) {
+            value *= power;
+        }
+        for (float& value : results) {
+            value *= power;
+        }
+        if (!is_prefix(run(amx::kKernels, function, m, begin, m.rows, scaled, 0, kMost), results)) {
+            fail(kind, "few differ at another magnitude", m.rows, m.columns, kMost);
+        }
+    }
+}
+
 void check(const Kind& kind, std::mt19937& random) {
     const std::int64_t rows = 1 + random() % 200;
     std::int64_t columns = 1 + random() % 900;
@@ -88,27 +138,23 @@ void check(const Kind& kind, std::mt19937& random) {
     const Stack stack(kind, 1, rows, columns, random);
     const Matrix& m = stack.matrix;
     const std::int64_t begin = random() % 3 == 0 ? random() % rows : 0;
-    constexpr std::int64_t kMost = 40;
     std::vector<float> x(static_cast<std::size_t>(kMost * columns));
     for (float& value : x) {
         value = static_cast<float>(random() % 2000) / 1000.0f - 1.0f;
     }
     const auto expected =
         run(scalar::kKernels, scalar::kKernels.multiply, m, begin, rows, x, 0, kMost);
+    check_sparse(kind, m, begin, x, expected);
     const bool is_same_everywhere = kind.format == Format::kBf16 || kind.format == Format::kFp8;
     for (const Function function : {amx::kKernels.multiply, amx::kKernels.multiply_many}) {
-        std::vector<float> alone;
-        for (std::int64_t t = 0; t < kMost; ++t) {
-            const Function one = is_same_everywhere ? amx::kKernels.multiply : function;
-            const auto single = run(amx::kKernels, one, m, begin, rows, x, t, 1);
-            alone.insert(alone.end(), single.begin(), single.end());
-        }
-        if (relative_error(alone, expected) > kTolerance) {
+        const Function one = is_same_everywhere ? amx::kKernels.multiply : function;
+        const auto single = alone(one, m, begin, x);
+        if (relative_error(single, expected) > kTolerance) {
             fail(kind, "a token alone differs from scalar", rows, columns, 1);
         }
         for (const std::int64_t count : {2, 16, 17, 33, 40}) {
             const auto got = run(amx::kKernels, function, m, begin, rows, x, 0, count);
-            if (std::memcmp(got.data(), alone.data(), got.size() * sizeof(float)) != 0) {
+            if (!is_prefix(got, single)) {
                 fail(kind, "together differ from alone", rows, columns, count);
             }
         }

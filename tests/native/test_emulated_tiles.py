@@ -1,4 +1,4 @@
-"""The kernels for AMX, on any machine with AVX-512: compiled against tiles in software."""
+"""The kernels for AMX, on any machine with AVX-512: with tiles and FP16 arithmetic in software."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def test_amx_kernels_on_emulated_tiles(tmp_path: Path) -> None:
     common = ["c++", "-std=c++20", "-O1", "-ffp-contract=off", "-Wno-attributes"]
     common += [f"-m{feature}" for feature in FEATURES.split()]
     common += [f"-I{NATIVE / folder}" for folder in ("include", "src", "tests")]
-    emulation = ["-include", str(NATIVE / "tests" / "emulated_tiles.hpp")]
+    emulation = [
+        f"-include{NATIVE / 'tests' / header}"
+        for header in ("emulated_tiles.hpp", "emulated_fp16.hpp")
+    ]
     compilers, objects = [], []
     for source in (*CHECKED, *NEEDED):
         extra = [*SANITIZERS, *emulation] if source in CHECKED else []

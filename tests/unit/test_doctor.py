@@ -72,7 +72,8 @@ def test_isa(tmp_path: Path) -> None:
 def test_isa_that_is_slow_or_kept_from_us(tmp_path: Path) -> None:
     old = make_host(tmp_path / "old", {"/proc/cpuinfo": "flags : avx2 fma f16c"})
     assert levels(cpu.check_isa(old, "avx2", ("avx2", "scalar"), "", "")) == ["warning"]
-    tiles = make_host(tmp_path / "new", {"/proc/cpuinfo": f"{ZEN4} amx_tile amx_bf16"})
+    flags = f"{ZEN4} amx_tile amx_bf16 avx512_fp16 gfni"
+    tiles = make_host(tmp_path / "new", {"/proc/cpuinfo": flags})
     findings = cpu.check_isa(tiles, "avx512", ("avx512", "avx2", "scalar"), "", "")
     assert levels(findings) == ["ok", "warning"]
     assert "the CPU has amx" in findings[1].text

@@ -10,7 +10,7 @@ namespace headwater {
 
 // Best last. Each one's kernels are compiled for exactly these extensions:
 // scalar: plain x86-64; avx2: AVX2, FMA, F16C; avx512: AVX-512 F, BW, VL, VBMI, BF16;
-// amx: those and AMX-TILE, AMX-BF16, GFNI.
+// amx: those and AMX-TILE, AMX-BF16, AVX-512 FP16, GFNI.
 enum class Isa { kScalar, kAvx2, kAvx512, kAmx };
 
 const char* isa_name(Isa isa);

@@ -60,6 +60,8 @@ class MoeLayer {
     // Bytes of weights that one expert's products read.
     std::int64_t expert_bytes() const noexcept;
     const std::vector<std::vector<ExpertWeights>>& shards() const noexcept { return shards_; }
+    // Whether an expert has a token or two where there are few tokens: 8 of 128 are chosen, say.
+    bool is_sparse() const noexcept;
     // Rows of gate, and as many of up, in a task of a call that needs so many experts.
     std::int64_t gate_up_rows(std::int64_t num_active) const noexcept;
 

@@ -1,12 +1,15 @@
 // The table for CPUs with AMX: as on AVX-512, but products of BF16 and FP8, and of the other
-// formats with many tokens, go through tiles.
+// formats with many tokens, go through tiles; those of FP8 with very few tokens are in FP16.
 //
 // A tile product adds 16 rows x 32 columns of weights, expanded to BF16, times 32 columns x 16
 // tokens. As on AVX-512 the columns of one scale are summed up on their own, scaled, and added to
 // FP32 totals. BF16 and FP8 have the same result bit for bit however many tokens there are; the
 // formats of nibbles, whose scales are too many for that, have it within each of the two functions.
+#include <algorithm>
+
 #include "../avx512/functions.hpp"
 #include "few.hpp"
+#include "halves.hpp"
 #include "headwater/float_kernels.hpp"
 #include "many.hpp"
 
@@ -14,9 +17,7 @@ namespace headwater::amx {
 namespace {
 
 std::int64_t scratch_bytes(const Matrix& m) {
-    const std::int64_t most = few_bytes(m) > many_bytes(m) ? few_bytes(m) : many_bytes(m);
-    const std::int64_t without_tiles = avx512::scratch_bytes(m);
-    return most > without_tiles ? most : without_tiles;
+    return std::max({few_bytes(m), many_bytes(m), halves_bytes(m), avx512::scratch_bytes(m)});
 }
 
 template <class F>
@@ -47,6 +48,10 @@ void multiply(const Product& p) {
     }
 }
 
+void multiply_sparse(const Product& p) {
+    p.matrix->format == Format::kFp8 ? multiply_halves(p) : multiply(p);
+}
+
 }  // namespace
 
 const Kernels kKernels = {
@@ -56,6 +61,7 @@ const Kernels kKernels = {
     .scratch_bytes = &scratch_bytes,
     .multiply = &multiply,
     .multiply_many = &multiply_many,
+    .multiply_sparse = &multiply_sparse,
     .activate = &avx512::activate,
     .weighted_sum = &avx512::weighted_sum,
     .attend = &avx512::attend,

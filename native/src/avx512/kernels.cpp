@@ -55,6 +55,7 @@ const Kernels kKernels = {
     .scratch_bytes = &scratch_bytes,
     .multiply = &multiply,
     .multiply_many = &multiply,
+    .multiply_sparse = &multiply,
     .activate = &activate,
     .weighted_sum = &weighted_sum,
     .attend = &attend,

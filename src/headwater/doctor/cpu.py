@@ -14,7 +14,7 @@ CPUSET = "cpuset"
 
 # What each kernel table needs of /proc/cpuinfo's flags; see native/include/headwater/cpu.hpp.
 _NEEDS = {
-    "amx": ("amx_tile", "amx_bf16"),
+    "amx": ("amx_tile", "amx_bf16", "avx512_fp16", "gfni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_bf16"),
     "avx2": ("avx2", "fma", "f16c"),
 }
