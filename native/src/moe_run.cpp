@@ -9,11 +9,11 @@ namespace headwater {
 namespace {
 
 // By the layer, not by its tokens, so that none of them depends on how many there are.
-auto product_of(const MoeLayer& layer, const Kernels& kernels, Mode mode) {
-    if (mode == Mode::kPrefill) {
-        return kernels.multiply_many;
+ProductWay way_of(const MoeLayer& layer, const Kernels& kernels, Mode mode) {
+    if (mode == Mode::kDecode && layer.is_sparse()) {
+        return kernels.sparse;
     }
-    return layer.is_sparse() ? kernels.multiply_sparse : kernels.multiply;
+    return mode == Mode::kDecode ? few_of(kernels) : many_of(kernels);
 }
 
 }  // namespace
@@ -23,14 +23,14 @@ MoeRun::MoeRun(const MoeLayer& layer, const MoeBatch& batch)
       kernels_(layer.kernels_),
       pool_(layer.pool_),
       batch_(batch),
-      multiply_(product_of(layer, kernels_, batch.mode)),
+      way_(way_of(layer, kernels_, batch.mode)),
       num_shards_(static_cast<std::int64_t>(layer.shards_.size())),
       hidden_(layer.hidden_),
       intermediate_(layer.intermediate_),
       per_token_(layer.options_.experts_per_token),
       num_pairs_(batch.num_tokens * per_token_),
-      x_bytes_(kernels_.prepared_bytes(layer.shards_[0][0].gate)),
-      h_bytes_(kernels_.prepared_bytes(layer.shards_[0][0].down)) {
+      x_bytes_(way_.prepared_bytes(layer.shards_[0][0].gate)),
+      h_bytes_(way_.prepared_bytes(layer.shards_[0][0].down)) {
     Carver counter(nullptr);
     lay_out(counter);
     Carver carver(pool_.shared().reserve(counter.used()));
@@ -211,7 +211,7 @@ const std::byte* MoeRun::down_data(std::int64_t shard, std::int64_t task) const 
 void MoeRun::prepare_tokens() noexcept {
     const Matrix& gate = layer_.shards_[0][0].gate;
     for (std::int64_t t; (t = next_token_->value.fetch_add(1)) < batch_.num_tokens;) {
-        kernels_.prepare(gate, batch_.x + t * batch_.x_stride, prepared_x_ + t * x_bytes_);
+        way_.prepare(gate, batch_.x + t * batch_.x_stride, prepared_x_ + t * x_bytes_);
         tokens_left_->value.fetch_sub(1);
     }
     for (Backoff backoff; tokens_left_->value.load() > 0;) {
@@ -237,13 +237,13 @@ void MoeRun::run_gate_up(std::int64_t shard, std::int64_t task, const std::byte*
     for (std::int64_t i = 0; i < active.num_pairs; ++i) {
         scratch.outputs[i] = activated_ + (first + i) * intermediate_ + begin;
     }
-    multiply_(product);
+    way_.multiply(product);
     product.matrix = &weights.up;
     product.next = next;
     for (std::int64_t i = 0; i < active.num_pairs; ++i) {
         scratch.outputs[i] = scratch.up + i * gate_up_rows_;
     }
-    multiply_(product);
+    way_.multiply(product);
     for (std::int64_t i = 0; i < active.num_pairs; ++i) {
         float* gate = activated_ + (first + i) * intermediate_ + begin;
         kernels_.activate(layer_.options_.activation, layer_.options_.limit, gate,
@@ -253,8 +253,7 @@ void MoeRun::run_gate_up(std::int64_t shard, std::int64_t task, const std::byte*
     Progress& own = progress(shard, task / gate_up_slices_);
     if (own.slices_left.fetch_sub(1) == 1) {
         for (std::int64_t i = first; i < first + active.num_pairs; ++i) {
-            kernels_.prepare(weights.down, activated_ + i * intermediate_,
-                             prepared_h_ + i * h_bytes_);
+            way_.prepare(weights.down, activated_ + i * intermediate_, prepared_h_ + i * h_bytes_);
         }
         own.is_ready.store(true);
     }
@@ -272,14 +271,14 @@ void MoeRun::run_down(std::int64_t shard, std::int64_t task, const std::byte* ne
     for (std::int64_t i = 0; i < active.num_pairs; ++i) {
         scratch.outputs[i] = partial(shard, active.first_place + i) + begin;
     }
-    multiply_({.matrix = &weights_of(shard, active).down,
-               .row_begin = begin,
-               .row_end = end,
-               .tokens = h_ + shard * num_pairs_ + active.first_place,
-               .outputs = scratch.outputs,
-               .num_tokens = active.num_pairs,
-               .scratch = scratch.kernel,
-               .next = next});
+    way_.multiply({.matrix = &weights_of(shard, active).down,
+                   .row_begin = begin,
+                   .row_end = end,
+                   .tokens = h_ + shard * num_pairs_ + active.first_place,
+                   .outputs = scratch.outputs,
+                   .num_tokens = active.num_pairs,
+                   .scratch = scratch.kernel,
+                   .next = next});
     if (slices_[slice].value.fetch_sub(1) == 1) {
         add_experts(begin, end, scratch);
     }

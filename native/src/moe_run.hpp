@@ -78,7 +78,7 @@ class MoeRun {
     const Kernels& kernels_;
     WorkerPool& pool_;
     const MoeBatch& batch_;
-    void (*multiply_)(const Product&);
+    const ProductWay way_;
     const std::int64_t num_shards_;
     const std::int64_t hidden_;
     const std::int64_t intermediate_;

@@ -88,8 +88,8 @@ const Kernels& table() {
         kernels.scratch_bytes = &TwoPieces<kBase>::scratch_bytes;
         kernels.multiply = &TwoPieces<kBase>::multiply;
         kernels.multiply_many = &TwoPieces<kBase>::multiply_many;
-        // What it rounds would be more than what a second piece adds.
-        kernels.multiply_sparse = kernels.multiply;
+        // Its rounding of sums would be more than what a second piece adds.
+        kernels.sparse = few_of(kernels);
         return kernels;
     }();
     return kTable;

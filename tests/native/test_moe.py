@@ -87,6 +87,34 @@ def test_layer_matches_fp64(
             assert relative_error(out, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int4-32-bf16", "mxfp4"])
+def test_layer_of_many_experts(name: str, isa: str, request: pytest.FixtureRequest) -> None:
+    """Where an expert has a token or two there are other products, of any number of tokens."""
+    rng, _ = seeded(request)
+    num_experts, top = 37, 2
+    experts = make_experts(rng, name, num_experts, 160, 192)
+    layer = MoeLayer(
+        WorkerPool(3),
+        experts.gate_up.matrix,
+        experts.down.matrix,
+        experts_per_token=top,
+        isa=isa,
+    )
+    x = torch.randn(60, experts.hidden, generator=rng)
+    ids = choose_experts(rng, len(x), num_experts, top)
+    # Some have many tokens all the same.
+    ids[::3] = torch.tensor([5, 30], dtype=torch.int32)
+    weights = torch.rand(len(x), top, generator=rng)
+    out, alone = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    layer(x, ids, weights, out, Mode.DECODE)
+    assert relative_error(out, reference(experts, x, ids, weights)) < TOLERANCE
+    for token in range(len(x)):
+        one = slice(token, token + 1)
+        layer(x[one], ids[one], weights[one], alone[one], Mode.DECODE)
+    assert torch.equal(out, alone)
+
+
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "scalar"])
 def test_deepseek_shape_in_fp8(isa: str, request: pytest.FixtureRequest) -> None:
     """Every dimension of DeepSeek-V3 but the number of experts, scales as in a checkpoint."""

@@ -39,6 +39,15 @@ enum class Activation : std::uint8_t {
     kClampedSwiglu,
 };
 
+// Activations as a product wants them, and the product.
+struct ProductWay {
+    // Bytes of one prepared token; a multiple of 64.
+    std::int64_t (*prepared_bytes)(const Matrix& matrix);
+    // Of FP32 [columns]; `out` is aligned to 64.
+    void (*prepare)(const Matrix& matrix, const float* x, std::byte* out);
+    void (*multiply)(const Product& product);
+};
+
 struct Kernels {
     Isa isa;
 
@@ -53,9 +62,9 @@ struct Kernels {
     // better has `multiply` here.
     void (*multiply_many)(const Product& product);
     // For one or two tokens, as experts have in layers with many of them: as few cycles per weight
-    // as can be, however many that are per token. Rounds more, by 4e-4 at most; where there is
-    // nothing better, `multiply`.
-    void (*multiply_sparse)(const Product& product);
+    // as can be, however many that are per token. Rounds otherwise, but not more; where there is
+    // nothing better, `prepare` and `multiply`.
+    ProductWay sparse;
 
     // out[i] = activation(gate[i], up[i]) in FP32; `out` may be `gate`.
     void (*activate)(Activation activation, float limit, const float* gate, const float* up,
@@ -71,6 +80,14 @@ struct Kernels {
     // Likewise with the transposed rows: inputs[t][row - row_begin] -> outputs[t][column].
     void (*multiply_floats_transposed)(const FloatProduct& product);
 };
+
+inline ProductWay few_of(const Kernels& kernels) {
+    return {kernels.prepared_bytes, kernels.prepare, kernels.multiply};
+}
+
+inline ProductWay many_of(const Kernels& kernels) {
+    return {kernels.prepared_bytes, kernels.prepare, kernels.multiply_many};
+}
 
 // Whether the tables given from now on multiply activations in two pieces (src/two_pieces.hpp)
 // instead of rounding them to BF16. Layers keep the table that they were made with.

@@ -4,10 +4,10 @@
 // of a core may belong to somebody else. Tiles then no longer keep up with the memory (16 Emerald
 // Rapids threads on caches: 9 to 15 GB/s each, this 19 to 29; the memory gives 9).
 //
-// A weight times 2^-8 is an FP16 number as it is, subnormals included. Activations are multiplied
-// by the scales of the weights' blocks first and rounded to FP16 (11 bits of them), so that a row
-// is one sum. Eight products at a time are added up in FP16, and those sums in FP32: together
-// within 4e-4 of exact sums (relative L2), where rounding activations to BF16 costs 1.6e-3.
+// A weight times 2^-8 is an FP16 number as it is, subnormals included. Activations, prepared as
+// FP32, are multiplied by the scales of the weights' blocks first and rounded to FP16, so that a
+// row is one sum. Eight products at a time are added up in FP16, and those sums in FP32: together
+// within 6e-4 of exact sums (relative L2), where rounding activations to BF16 costs 1.6e-3.
 //
 // A token's result does not depend on the other tokens of a call, but differs from that of tiles.
 #pragma once
@@ -40,6 +40,26 @@ inline std::int64_t halves_token_bytes(const Matrix& m) {
     return avx512::blocks_of(m.columns) * 2 * avx512::kBlock;
 }
 
+inline std::int64_t halves_prepared_bytes(const Matrix& m) { return 2 * halves_token_bytes(m); }
+
+// FP32 in the order in which weights are unpacked: of 16 columns, the first eight of each four.
+inline void prepare_halves(const Matrix& m, const float* x, std::byte* out) {
+    auto* to = reinterpret_cast<float*>(out);
+    constexpr std::int64_t kColumns = 64;
+    for (std::int64_t first = 0; first < avx512::blocks_of(m.columns) * avx512::kBlock;
+         first += kColumns) {
+        __m512 v[4];
+        for (std::int64_t i = 0; i < 4; ++i) {
+            const std::int64_t column = first + 16 * i;
+            v[i] = avx512::load_up_to(x + column, m.columns - column);
+        }
+        _mm512_store_ps(to + first, _mm512_shuffle_f32x4(v[0], v[1], 0x44));
+        _mm512_store_ps(to + first + 16, _mm512_shuffle_f32x4(v[2], v[3], 0x44));
+        _mm512_store_ps(to + first + 32, _mm512_shuffle_f32x4(v[0], v[1], 0xEE));
+        _mm512_store_ps(to + first + 48, _mm512_shuffle_f32x4(v[2], v[3], 0xEE));
+    }
+}
+
 inline std::int64_t halves_bytes(const Matrix& m) { return kHalvesPass * halves_token_bytes(m); }
 
 // The power of two above the largest of finite numbers.
@@ -52,11 +72,10 @@ inline std::uint32_t largest_of(const std::byte* token, std::int64_t num_bytes) 
     __m512i largest = _mm512_setzero_si512();
     for (std::int64_t at = 0; at < num_bytes; at += kLine) {
         const __m512i magnitudes =
-            _mm512_and_si512(_mm512_load_si512(token + at), _mm512_set1_epi16(0x7FFF));
-        largest = _mm512_max_epu16(largest, magnitudes);
+            _mm512_and_si512(_mm512_load_si512(token + at), _mm512_set1_epi32(0x7FFFFFFF));
+        largest = _mm512_max_epu32(largest, magnitudes);
     }
-    const __m512i upper = _mm512_and_si512(largest, _mm512_set1_epi32(~0xFFFF));
-    return _mm512_reduce_max_epu32(_mm512_max_epu32(upper, _mm512_slli_epi32(largest, 16)));
+    return _mm512_reduce_max_epu32(largest);
 }
 
 class HalvesProduct {
@@ -72,7 +91,7 @@ class HalvesProduct {
         for (first_ = 0; first_ < p_.num_tokens; first_ += kHalvesPass) {
             count_ = min_of(p_.num_tokens - first_, kHalvesPass);
             for (std::int64_t t = 0; t < count_; ++t) {
-                largest_[t] = largest_of(p_.tokens[first_ + t], token_bytes_);
+                largest_[t] = largest_of(p_.tokens[first_ + t], 2 * token_bytes_);
             }
             for (std::int64_t row = p_.row_begin; row < p_.row_end;) {
                 const std::int64_t end = min_of((row / kFp8Block + 1) * kFp8Block, p_.row_end);
@@ -114,22 +133,20 @@ class HalvesProduct {
             const __m512 factor = _mm512_set1_ps(static_cast<float>(exponent));
             for (std::int64_t b = 0; b < blocks_; ++b) {
                 const __m512 scale = _mm512_scalef_ps(_mm512_set1_ps(scales[b]), factor);
-                const std::byte* from = p_.tokens[first_ + t] + b * 2 * avx512::kBlock;
+                const std::byte* from = p_.tokens[first_ + t] + b * 4 * avx512::kBlock;
                 std::byte* to = scaled(t) + b * 2 * avx512::kBlock;
                 for (int j = 0; j < 4; ++j) {
-                    scale_line(from + j * kLine, scale, to + j * kLine);
+                    scale_line(reinterpret_cast<const float*>(from) + 32 * j, scale,
+                               to + j * kLine);
                 }
             }
         }
     }
 
-    static void scale_line(const std::byte* from, __m512 scale, std::byte* to) {
-        const __m512i pairs = _mm512_load_si512(from);
-        const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-        const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(~0xFFFF)));
-        const __m512i low = _mm512_cvtepu16_epi32(halves_of(_mm512_mul_ps(even, scale)));
-        const __m512i high = _mm512_cvtepu16_epi32(halves_of(_mm512_mul_ps(odd, scale)));
-        _mm512_store_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    static void scale_line(const float* from, __m512 scale, std::byte* to) {
+        const __m256i low = halves_of(_mm512_mul_ps(_mm512_load_ps(from), scale));
+        const __m256i high = halves_of(_mm512_mul_ps(_mm512_load_ps(from + 16), scale));
+        _mm512_store_si512(to, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
     }
 
     // Weights come from memory for the first tokens, and for the others from the caches.

@@ -48,8 +48,18 @@ void multiply(const Product& p) {
     }
 }
 
+bool is_in_halves(const Matrix& m) { return m.format == Format::kFp8; }
+
+std::int64_t sparse_prepared_bytes(const Matrix& m) {
+    return is_in_halves(m) ? halves_prepared_bytes(m) : avx512::prepared_bytes(m);
+}
+
+void prepare_sparse(const Matrix& m, const float* x, std::byte* out) {
+    is_in_halves(m) ? prepare_halves(m, x, out) : avx512::prepare(m, x, out);
+}
+
 void multiply_sparse(const Product& p) {
-    p.matrix->format == Format::kFp8 ? multiply_halves(p) : multiply(p);
+    is_in_halves(*p.matrix) ? multiply_halves(p) : multiply(p);
 }
 
 }  // namespace
@@ -61,7 +71,7 @@ const Kernels kKernels = {
     .scratch_bytes = &scratch_bytes,
     .multiply = &multiply,
     .multiply_many = &multiply_many,
-    .multiply_sparse = &multiply_sparse,
+    .sparse = {&sparse_prepared_bytes, &prepare_sparse, &multiply_sparse},
     .activate = &avx512::activate,
     .weighted_sum = &avx512::weighted_sum,
     .attend = &avx512::attend,
