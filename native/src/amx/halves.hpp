@@ -88,21 +88,14 @@ class HalvesProduct {
           token_bytes_(halves_token_bytes(m_)) {}
 
     void operator()() {
-        for (first_ = 0; first_ < p_.num_tokens; first_ += kHalvesPass) {
-            count_ = min_of(p_.num_tokens - first_, kHalvesPass);
-            for (std::int64_t t = 0; t < count_; ++t) {
-                largest_[t] = largest_of(p_.tokens[first_ + t], 2 * token_bytes_);
+        for (std::int64_t begin = p_.row_begin; begin < p_.row_end;) {
+            const std::int64_t end = min_of((begin / kFp8Block + 1) * kFp8Block, p_.row_end);
+            for (first_ = 0; first_ < p_.num_tokens; first_ += kHalvesPass) {
+                count_ = min_of(p_.num_tokens - first_, kHalvesPass);
+                scale_tokens(begin / kFp8Block);
+                multiply_rows(begin, end);
             }
-            for (std::int64_t row = p_.row_begin; row < p_.row_end;) {
-                const std::int64_t end = min_of((row / kFp8Block + 1) * kFp8Block, p_.row_end);
-                scale_tokens(row / kFp8Block);
-                for (; row + kHalvesRows <= end; row += kHalvesRows) {
-                    multiply_tokens<kHalvesRows>(row);
-                }
-                for (; row < end; ++row) {
-                    multiply_tokens<1>(row);
-                }
-            }
+            begin = end;
         }
     }
 
@@ -125,15 +118,15 @@ class HalvesProduct {
         std::uint32_t scale_bits;
         std::memcpy(&scale_bits, &largest_scale, sizeof scale_bits);
         for (std::int64_t t = 0; t < count_; ++t) {
-            const int token_exponent = exponent_above(largest_[t]);
-            const int wanted = kWanted - token_exponent;
+            const std::byte* token = p_.tokens[first_ + t];
+            const int wanted = kWanted - exponent_above(largest_of(token, 2 * token_bytes_));
             const int exponent = (wanted < kMost ? wanted : kMost) - exponent_above(scale_bits);
             constexpr int kWeightExponent = 8;
             unit_exponents_[t] = static_cast<float>(kWeightExponent - exponent);
             const __m512 factor = _mm512_set1_ps(static_cast<float>(exponent));
             for (std::int64_t b = 0; b < blocks_; ++b) {
                 const __m512 scale = _mm512_scalef_ps(_mm512_set1_ps(scales[b]), factor);
-                const std::byte* from = p_.tokens[first_ + t] + b * 4 * avx512::kBlock;
+                const std::byte* from = token + b * 4 * avx512::kBlock;
                 std::byte* to = scaled(t) + b * 2 * avx512::kBlock;
                 for (int j = 0; j < 4; ++j) {
                     scale_line(reinterpret_cast<const float*>(from) + 32 * j, scale,
@@ -147,6 +140,15 @@ class HalvesProduct {
         const __m256i low = halves_of(_mm512_mul_ps(_mm512_load_ps(from), scale));
         const __m256i high = halves_of(_mm512_mul_ps(_mm512_load_ps(from + 16), scale));
         _mm512_store_si512(to, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+    }
+
+    void multiply_rows(std::int64_t row, std::int64_t end) const {
+        for (; row + kHalvesRows <= end; row += kHalvesRows) {
+            multiply_tokens<kHalvesRows>(row);
+        }
+        for (; row < end; ++row) {
+            multiply_tokens<1>(row);
+        }
     }
 
     // Weights come from memory for the first tokens, and for the others from the caches.
@@ -267,8 +269,7 @@ class HalvesProduct {
     // The tokens of a pass.
     std::int64_t first_ = 0;
     std::int64_t count_ = 0;
-    std::uint32_t largest_[kHalvesPass] = {};
-    // Sums times 2^this are results.
+    // Sums times two to this are results.
     float unit_exponents_[kHalvesPass] = {};
 };
 
