@@ -64,10 +64,10 @@ class MoeLayer:
     ) -> None:
         """Overwrites `out`, FP32 [T, hidden].
 
-        `x` is FP32 [T, hidden] and is rounded on the way, to BF16 or (AMX, in decode mode, FP8, 16 and
-        more times as many experts as a token chooses) to FP16; `experts` is INT32 and `weights`
-        FP32, both [T, experts_per_token]. A token's result depends neither on the other tokens nor
-        on the number of threads. Raises InternalError on tensors that do not fit.
+        `x` is FP32 [T, hidden] and is rounded to BF16 on the way (in DECODE on AMX, FP8 and at
+        least 16 times as many experts as a token chooses: to FP16); `experts` is INT32 and
+        `weights` FP32, both [T, experts_per_token]. A token's result depends neither on the other
+        tokens nor on the number of threads. Raises InternalError on tensors that do not fit.
         """
         num_tokens = rows_of("x", x)
         choices = (num_tokens, self._experts_per_token)

@@ -24,8 +24,8 @@ _SWEEP_LAYER_SECONDS, _EXPAND_SHARE = 0.0053, 0.69
 _OVERLAP_LOSS = 0.065
 # A link beside the others of its host; bytes that a rank exchanges per token, layer and hidden.
 _JOINT_LINK_SHARE, _EXCHANGED_BYTES = 0.992, 3.0
-# Of reading: routed experts, and a whole step on the CPU.
-_EXPERTS_SHARE, _CPU_STEP_SHARE = 0.965, 0.89
+# Of reading: routed experts, some of which are read ahead, and a whole step on the CPU.
+_EXPERTS_SHARE, _CPU_STEP_SHARE = 0.99, 0.89
 # GPU's part of a decode layer: kernels' own time, hand-over, and the share of memory's rate.
 _DECODE_LAYER_SECONDS, _HAND_OVER_SECONDS, _GPU_READ_SHARE = 57e-6, 8e-6, 0.75
 # Attention takes as long as reading the cache so often: once, but latents, which all heads share,
