@@ -144,8 +144,10 @@ def _compile_others() -> None:
     matrix = _empty(128, 128, 512, dtype=torch.float16)
     decode_steps.mla_queries(mla, _empty(2, 1, 128 * 192), matrix, angles, positions)
     latents = _empty(1, 128, 512)
-    shape = attend.CacheShape(1, 512, 64, 512, 0)
-    attend.attend(_empty(1, 128, 576), cache, positions, shape, 4096, latents)
+    # Few latents, and many.
+    for bound in (4096, 16384):
+        shape = attend.cache_shape(mla)
+        attend.attend(_empty(1, 128, 576), cache, positions, shape, bound, latents)
     decode_steps.mla_values(mla, latents, matrix.view(128, 512, 128))
     gqa = GqaSpec(32, 4, 128, True, 0.1, RopeSpec("default", 128, 1e4))
     cache = _empty(1, 4096, 2, 4, 128, dtype=torch.float16)
@@ -153,8 +155,7 @@ def _compile_others() -> None:
     norm = Norm(_empty(128), 1e-6)
     decode_steps.gqa_inputs(gqa, _empty(2, 1, 40 * 128), (norm, norm), angles, positions, cache)
     out = _empty(1, 32 * 128, dtype=torch.float16)
-    shape = attend.CacheShape(4, 128, 0, 128, 512)
-    attend.attend(_empty(1, 32, 128), cache, positions, shape, 4096, out)
+    attend.attend(_empty(1, 32, 128), cache, positions, attend.cache_shape(gqa), 4096, out)
     if _capability >= FP8_CAPABILITY:
         activations.quantize(x)
         values = _empty(1536, HIDDEN, dtype=torch.float8_e4m3fn)

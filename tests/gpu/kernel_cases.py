@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton import knobs
 
+from headwater.gpu.attention_check import attention_error
 from headwater.gpu.decode_attention import Angles
 from headwater.gpu.kernels import (
     activations,
@@ -28,7 +29,7 @@ from headwater.gpu.kernels import (
     grouped,
     reference,
 )
-from headwater.gpu.kernels.attend import CacheShape, attend
+from headwater.gpu.kernels.attend import CacheShape
 from headwater.gpu.kernels.experts import ExpertStack, Format, Rows, Tiles, cut_into_tiles
 from headwater.gpu.kernels.handover import add_and_norm
 from headwater.gpu.kernels.table import EXPANDED_FROM
@@ -90,7 +91,10 @@ def cases(device: torch.device) -> Iterator[tuple[str, float]]:
         for tokens in (1, 3):
             _predict(kind, tokens, generator, device)
     for name, cache in CACHES.items():
-        yield f"attend {name}", _attended(cache, generator, device)
+        # Enough of them for programs of several tiles.
+        for rows in (3, 40):
+            error = attention_error(cache, 2 * cache.kv_heads, rows, 220, device)
+            yield f"attend {name} {rows}", error
     yield "values", _values(generator, device)
     for is_interleaved in (False, True):
         name = "interleaved" if is_interleaved else "halves"
@@ -223,28 +227,6 @@ def _normed(generator: torch.Generator, device: torch.device) -> float:
     assert relative_error(rounded.cpu().float(), normal) < 1e-3
     add_and_norm(ours, pieces.to(device), None, None, is_kept=False)
     return relative_error(ours.cpu(), expected + pieces.sum(dim=0))
-
-
-def _attended(shape: CacheShape, generator: torch.Generator, device: torch.device) -> float:
-    """Rows of one token, of some, and of enough to be cut in several parts."""
-    positions = torch.tensor([0, 17, 199])
-    width, group = shape.key_dim + shape.rope_dim, 2
-    queries = torch.randn(3, group * shape.kv_heads, width, generator=generator)
-    entry = (width,) if shape.value_offset == 0 else (2, shape.kv_heads, width)
-    cache = torch.randn(3, 220, *entry, generator=generator).half()
-    out = torch.full((3, group * shape.kv_heads, shape.value_dim), float("nan"), device=device)
-    attend(queries.to(device), cache.to(device), positions.to(device), shape, 220, out)
-    keys = values = cache.float().view(3, 220, 1, -1)
-    if shape.value_offset > 0:
-        keys, values = cache.float().unbind(dim=2)
-    keys, values = (
-        t.repeat_interleave(group * shape.kv_heads // t.shape[2], dim=2) for t in (keys, values)
-    )
-    scores = torch.einsum("thd,tchd->thc", queries, keys)
-    is_hidden = torch.arange(220) > positions[:, None, None]
-    shares = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
-    expected = torch.einsum("thc,tchd->thd", shares, values[..., : shape.value_dim])
-    return relative_error(out.cpu(), expected)
 
 
 def _values(generator: torch.Generator, device: torch.device) -> float:

@@ -83,20 +83,18 @@ class MlaDecode:
 
     def _fused(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
         """The same in few kernels."""
-        from headwater.gpu.kernels.attend import CacheShape, attend
+        from headwater.gpu.kernels.attend import attend, cache_shape
         from headwater.gpu.kernels.decode_steps import mla_inputs, mla_queries, mla_values
 
-        spec, rank, norm = self._spec, self._spec.kv_lora_rank, self._q_a_norm
+        spec, norm = self._spec, self._q_a_norm
         angles = self._angles.cos, self._angles.sin
         norms = None if norm is None else norm.weight, self._kv_a_norm.weight
         pieces = self._inputs.pieces(x)
         low = mla_inputs(spec, pieces, norms, angles, positions, cache, self._kv_a_norm.eps)
         pieces = self._q.pieces(x if norm is None else low)
         queries = mla_queries(spec, pieces, self._keys, angles, positions)
-        latents = torch.empty(x.shape[0], spec.num_heads, rank, device=x.device)
-        attend(
-            queries, cache, positions, CacheShape(1, rank, spec.rope_dim, rank, 0), bound, latents
-        )
+        latents = torch.empty(x.shape[0], spec.num_heads, spec.kv_lora_rank, device=x.device)
+        attend(queries, cache, positions, cache_shape(spec), bound, latents)
         return self._o.pieces(mla_values(spec, latents, self._values))
 
 
@@ -136,17 +134,16 @@ class GqaDecode:
 
     def _fused(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
         """The same in few kernels."""
-        from headwater.gpu.kernels.attend import CacheShape, attend
+        from headwater.gpu.kernels.attend import attend, cache_shape
         from headwater.gpu.kernels.decode_steps import gqa_inputs
 
-        spec, dim, kv_heads = self._spec, self._spec.head_dim, self._spec.num_kv_heads
+        spec = self._spec
         angles = self._angles.cos, self._angles.sin
         pieces = self._inputs.pieces(x)
         queries = gqa_inputs(spec, pieces, self._norms, angles, positions, cache)
-        out = torch.empty(x.shape[0], spec.num_heads * dim, dtype=x.dtype, device=x.device)
-        attend(
-            queries, cache, positions, CacheShape(kv_heads, dim, 0, dim, kv_heads * dim), bound, out
-        )
+        width = spec.num_heads * spec.head_dim
+        out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
+        attend(queries, cache, positions, cache_shape(spec), bound, out)
         return self._o.pieces(out)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headwater.errors import ResourceError
+from headwater.gpu.attention_check import check_attention
 from headwater.gpu.decode_plan import plan_decode, resident_bytes
 from headwater.gpu.hybrid_decoder import HybridDecoder
 from headwater.gpu.hybrid_model import HybridModel
@@ -56,6 +57,8 @@ def start_hybrid(
     )
     try:
         with torch.inference_mode():
+            if device.type == "cuda":
+                check_attention(spec, device)
             decoder = HybridDecoder(
                 spec,
                 weights,

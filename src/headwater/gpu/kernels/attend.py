@@ -24,6 +24,7 @@ from headwater.gpu.kernels.grouped import product_type
 from headwater.gpu.kernels.pieces import in_two
 from headwater.gpu.kernels.table import capability_of
 from headwater.gpu.precedence import yielding
+from headwater.model.layer_spec import GqaSpec, MlaSpec
 
 # Programs wanted: as many as a large card holds at once, and as many again.
 _PROGRAMS, _WIDE_PROGRAMS = 528, 264
@@ -59,7 +60,7 @@ class CardTiles:
 # sm_90: the fastest of some, measured on an H200. The others have 99 KiB of shared memory per block
 # instead of 227: derived from that, not measured.
 _LARGE = CardTiles(
-    AttendTile(64, 64, 1024, 4, 3), AttendTile(32, 64, 2048, 8, 1), AttendTile(64, 64, 2048, 8, 1)
+    AttendTile(64, 64, 1024, 4, 3), AttendTile(32, 64, 2048, 8, 1), AttendTile(32, 64, 2048, 4, 2)
 )
 _SMALL = CardTiles(
     AttendTile(64, 32, 1024, 4, 2), AttendTile(16, 16, 2048, 4, 1), AttendTile(16, 16, 2048, 4, 1)
@@ -79,6 +80,15 @@ class CacheShape:
     rope_dim: int
     value_dim: int
     value_offset: int
+
+
+def cache_shape(attention: GqaSpec | MlaSpec) -> CacheShape:
+    """What a layer keeps of each position."""
+    if isinstance(attention, MlaSpec):
+        rank = attention.kv_lora_rank
+        return CacheShape(1, rank, attention.rope_dim, rank, 0)
+    heads, dim = attention.num_kv_heads, attention.head_dim
+    return CacheShape(heads, dim, 0, dim, heads * dim)
 
 
 @triton.jit(do_not_specialize=["splits"])

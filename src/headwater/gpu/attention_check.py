@@ -1,0 +1,81 @@
+"""Whether this card's attention is right, looked at before decode takes it.
+
+The tiles of most cards are derived and not measured, and long contexts are what a wrong loop would
+show in: so each kind of attention is compared with plain torch, where programs take several tiles.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from headwater.gpu.kernels.attend import CacheShape
+    from headwater.model.spec import ModelSpec
+
+# Rows and positions: few, and many (kernels/attend.py).
+_SIZES = ((1, 16000), (8, 2100))
+# Of the cache that is attended to; with many heads, contexts are shorter.
+_MOST_ELEMENTS = 1 << 25
+# Of FP16 shares and results; a tile that is lost or read too early exceeds it by far.
+_TOLERANCE = 5e-3
+
+
+def check_attention(spec: ModelSpec, device: torch.device) -> None:
+    """Raises RuntimeError, in one sentence, when a kind of the model's attention is wrong."""
+    from headwater.gpu.kernels.attend import cache_shape
+
+    attentions = [layer.attention for layer in spec.layers]
+    kinds = {(cache_shape(attention), attention.num_heads) for attention in attentions}
+    for (shape, heads), (rows, positions) in [(k, s) for k in kinds for s in _SIZES]:
+        context = min(positions, _MOST_ELEMENTS // (rows * _entry(shape)))
+        error = attention_error(shape, heads, rows, context, device)
+        # Written so that NaN fails.
+        if not error <= _TOLERANCE:
+            raise RuntimeError(
+                f"attention of {rows} rows over {context} positions is wrong (relative error "
+                f"{error:.1e}); report the card, and set gpu.decode = off meanwhile"
+            )
+
+
+def attention_error(
+    shape: CacheShape, heads: int, rows: int, context: int, device: torch.device
+) -> float:
+    """Relative L2 of `attend` against FP32, for rows of random entries, each somewhat shorter."""
+    from headwater.gpu.kernels import attend
+
+    generator = torch.Generator(device).manual_seed(1)
+    width = shape.key_dim + shape.rope_dim
+    queries = torch.randn(rows, heads, width, device=device, generator=generator)
+    queries *= 2 / width**0.5
+    entry = (width,) if shape.value_offset == 0 else (2, shape.kv_heads, width)
+    cache = torch.randn(rows, context, *entry, device=device, generator=generator).half()
+    positions = context - 1 - 7 * torch.arange(rows, device=device)
+    positions = positions.clamp(min=0)
+    out = torch.full((rows, heads, shape.value_dim), float("nan"), device=device)
+    attend.attend(queries, cache, positions, shape, context, out)
+    expected = attended(queries, cache, positions, shape)
+    return ((out - expected).norm() / expected.norm()).item()
+
+
+def attended(queries: Tensor, cache: Tensor, positions: Tensor, shape: CacheShape) -> Tensor:
+    """What `attend` gives, FP32 [T, heads, value_dim], in FP32 by plain torch."""
+    rows, heads, width = queries.shape
+    entries = cache.float()
+    keys = values = entries.view(rows, -1, 1, width)
+    if shape.value_offset > 0:
+        keys, values = entries.unbind(dim=2)
+    queries = queries.view(rows, shape.kv_heads, -1, width)
+    scores = torch.einsum("tkgd,tckd->tkgc", queries, keys)
+    is_hidden = torch.arange(cache.shape[1], device=cache.device) > positions[:, None]
+    shares = scores.masked_fill(is_hidden[:, None, None], float("-inf")).softmax(dim=-1)
+    result = torch.einsum("tkgc,tckd->tkgd", shares, values[..., : shape.value_dim])
+    return result.reshape(rows, heads, -1)
+
+
+def _entry(shape: CacheShape) -> int:
+    """Elements of a token's entry."""
+    sides = 1 if shape.value_offset == 0 else 2
+    return sides * shape.kv_heads * (shape.key_dim + shape.rope_dim)
