@@ -1,7 +1,7 @@
 """Everything that hybrid decoding needs on a device, made in one go.
 
-Owns the order: what fits is planned before anything is allocated, and what first steps would
-allocate or compile is there before the first request.
+Owns the order: what fits is planned before anything is allocated, the card is looked at, and what
+first steps would allocate or compile is there before the first request.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from headwater.errors import ResourceError
 from headwater.gpu.attention_check import check_attention
 from headwater.gpu.decode_plan import plan_decode, resident_bytes
+from headwater.gpu.device import give_back
 from headwater.gpu.hybrid_decoder import HybridDecoder
 from headwater.gpu.hybrid_model import HybridModel
 
@@ -59,6 +60,7 @@ def start_hybrid(
         with torch.inference_mode():
             if device.type == "cuda":
                 check_attention(spec, device)
+                give_back()
             decoder = HybridDecoder(
                 spec,
                 weights,
