@@ -57,7 +57,7 @@ def attention_error(
     out = torch.full((rows, heads, shape.value_dim), float("nan"), device=device)
     attend.attend(queries, cache, positions, shape, context, out)
     expected = attended(queries, cache, positions, shape)
-    return ((out - expected).norm() / expected.norm()).item()
+    return float((out - expected).norm() / expected.norm())
 
 
 def attended(queries: Tensor, cache: Tensor, positions: Tensor, shape: CacheShape) -> Tensor:
