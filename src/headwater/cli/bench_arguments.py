@@ -33,7 +33,13 @@ def add_bench_subjects(
         subject.add_argument("--format", nargs="+", choices=formats, default=["fp8"])
         subject.add_argument("--batch", nargs="+", type=int, default=[1], help="tokens at once")
         subject.add_argument("--threads", type=int, help="default: one per usable core")
-        subject.add_argument("--experts", type=int, default=16, help="resident experts of moe")
+        subject.add_argument(
+            "--experts",
+            type=int,
+            default=16,
+            help="resident experts of moe, default 16; with 16 times as many as a token chooses "
+            "products are those of sparse layers",
+        )
         _add_outputs(subject)
     help_text = "prompts through several GPUs together, against one of them"
     _add_dslp(
