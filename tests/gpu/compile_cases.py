@@ -17,6 +17,7 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver, jit
 
+from headwater.gpu.cached_attention import cache_shape
 from headwater.gpu.kernels import (
     activations,
     attend,
@@ -146,7 +147,7 @@ def _compile_others() -> None:
     latents = _empty(1, 128, 512)
     # Few latents, and many.
     for bound in (4096, 16384):
-        shape = attend.cache_shape(mla)
+        shape = cache_shape(mla)
         attend.attend(_empty(1, 128, 576), cache, positions, shape, bound, latents)
     decode_steps.mla_values(mla, latents, matrix.view(128, 512, 128))
     gqa = GqaSpec(32, 4, 128, True, 0.1, RopeSpec("default", 128, 1e4))
@@ -155,7 +156,7 @@ def _compile_others() -> None:
     norm = Norm(_empty(128), 1e-6)
     decode_steps.gqa_inputs(gqa, _empty(2, 1, 40 * 128), (norm, norm), angles, positions, cache)
     out = _empty(1, 32 * 128, dtype=torch.float16)
-    attend.attend(_empty(1, 32, 128), cache, positions, attend.cache_shape(gqa), 4096, out)
+    attend.attend(_empty(1, 32, 128), cache, positions, cache_shape(gqa), 4096, out)
     if _capability >= FP8_CAPABILITY:
         activations.quantize(x)
         values = _empty(1536, HIDDEN, dtype=torch.float8_e4m3fn)

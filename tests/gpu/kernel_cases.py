@@ -18,6 +18,7 @@ from torch.nn import functional
 from triton import knobs
 
 from headwater.gpu.attention_check import attention_error
+from headwater.gpu.cached_attention import CacheShape
 from headwater.gpu.decode_attention import Angles
 from headwater.gpu.kernels import (
     activations,
@@ -29,7 +30,6 @@ from headwater.gpu.kernels import (
     grouped,
     reference,
 )
-from headwater.gpu.kernels.attend import CacheShape
 from headwater.gpu.kernels.experts import ExpertStack, Format, Rows, Tiles, cut_into_tiles
 from headwater.gpu.kernels.handover import add_and_norm
 from headwater.gpu.kernels.table import EXPANDED_FROM

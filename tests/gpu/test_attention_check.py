@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwater.gpu.attention_check import attended, check_attention
+from headwater.gpu.attention_check import check_attention
+from headwater.gpu.cached_attention import attended
 from headwater.model.spec import ModelSpec
 from headwater.synth.shapes import make_config
 

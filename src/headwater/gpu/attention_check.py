@@ -6,13 +6,14 @@ show in: so each kind of attention is compared with plain torch, where programs 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+
+from headwater.gpu.cached_attention import CacheShape, attended, cache_shape
 
 if TYPE_CHECKING:
-    from headwater.gpu.kernels.attend import CacheShape
     from headwater.model.spec import ModelSpec
 
 # Rows and positions: few, and many (kernels/attend.py).
@@ -25,12 +26,10 @@ _TOLERANCE = 5e-3
 
 def check_attention(spec: ModelSpec, device: torch.device) -> None:
     """Raises RuntimeError, in one sentence, when a kind of the model's attention is wrong."""
-    from headwater.gpu.kernels.attend import cache_shape
-
     attentions = [layer.attention for layer in spec.layers]
     kinds = {(cache_shape(attention), attention.num_heads) for attention in attentions}
     for (shape, heads), (rows, positions) in [(k, s) for k in kinds for s in _SIZES]:
-        context = min(positions, _MOST_ELEMENTS // (rows * _entry(shape)))
+        context = min(positions, _MOST_ELEMENTS // (rows * math.prod(shape.entry)))
         error = attention_error(shape, heads, rows, context, device)
         # Written so that NaN fails.
         if not error <= _TOLERANCE:
@@ -50,32 +49,10 @@ def attention_error(
     width = shape.key_dim + shape.rope_dim
     queries = torch.randn(rows, heads, width, device=device, generator=generator)
     queries *= 2 / width**0.5
-    entry = (width,) if shape.value_offset == 0 else (2, shape.kv_heads, width)
-    cache = torch.randn(rows, context, *entry, device=device, generator=generator).half()
+    cache = torch.randn(rows, context, *shape.entry, device=device, generator=generator).half()
     positions = context - 1 - 7 * torch.arange(rows, device=device)
     positions = positions.clamp(min=0)
     out = torch.full((rows, heads, shape.value_dim), float("nan"), device=device)
     attend.attend(queries, cache, positions, shape, context, out)
     expected = attended(queries, cache, positions, shape)
     return float((out - expected).norm() / expected.norm())
-
-
-def attended(queries: Tensor, cache: Tensor, positions: Tensor, shape: CacheShape) -> Tensor:
-    """What `attend` gives, FP32 [T, heads, value_dim], in FP32 by plain torch."""
-    rows, heads, width = queries.shape
-    entries = cache.float()
-    keys = values = entries.view(rows, -1, 1, width)
-    if shape.value_offset > 0:
-        keys, values = entries.unbind(dim=2)
-    queries = queries.view(rows, shape.kv_heads, -1, width)
-    scores = torch.einsum("tkgd,tckd->tkgc", queries, keys)
-    is_hidden = torch.arange(cache.shape[1], device=cache.device) > positions[:, None]
-    shares = scores.masked_fill(is_hidden[:, None, None], float("-inf")).softmax(dim=-1)
-    result = torch.einsum("tkgc,tckd->tkgd", shares, values[..., : shape.value_dim])
-    return result.reshape(rows, heads, -1)
-
-
-def _entry(shape: CacheShape) -> int:
-    """Elements of a token's entry."""
-    sides = 1 if shape.value_offset == 0 else 2
-    return sides * shape.kv_heads * (shape.key_dim + shape.rope_dim)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headwater.gpu.cached_attention import attended, cache_shape
 from headwater.gpu.precision import for_cache, rounded
 from headwater.gpu.resident import ResidentMatrix
 from headwater.model.layer_spec import GqaSpec, MlaSpec
@@ -42,7 +43,8 @@ class MlaDecode:
     def __init__(self, spec: MlaSpec, weights: ResidentWeights, angles: Angles) -> None:
         self._spec = spec
         self._angles = angles
-        self.entry_shape = (spec.kv_lora_rank + spec.rope_dim,)
+        self._shape = cache_shape(spec)
+        self.entry_shape = self._shape.entry
         self._inputs, self._kv_a_norm = weights.matrix("kv_a"), weights.norm("kv_a_norm")
         self._q_a_norm: Norm | None = None
         if spec.q_lora_rank is None:
@@ -75,15 +77,13 @@ class MlaDecode:
         absorbed = torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), self._keys.float())
         q_rope = self._angles.rotate(q[..., spec.nope_dim :], positions)
         queries = torch.cat((absorbed.transpose(0, 1), q_rope), dim=-1) * spec.softmax_scale
-        seen = cache[:, :bound].float()
-        shares = _softmax(torch.bmm(queries, seen.transpose(1, 2)), positions)
-        latents = torch.bmm(shares, seen[..., :rank]).transpose(0, 1)
-        out = torch.bmm(latents, self._values.float()).transpose(0, 1)
+        latents = attended(queries, cache[:, :bound], positions, self._shape)
+        out = torch.bmm(latents.transpose(0, 1), self._values.float()).transpose(0, 1)
         return self._o.pieces(rounded(out.flatten(1)))
 
     def _fused(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
         """The same in few kernels."""
-        from headwater.gpu.kernels.attend import attend, cache_shape
+        from headwater.gpu.kernels.attend import attend
         from headwater.gpu.kernels.decode_steps import mla_inputs, mla_queries, mla_values
 
         spec, norm = self._spec, self._q_a_norm
@@ -94,7 +94,7 @@ class MlaDecode:
         pieces = self._q.pieces(x if norm is None else low)
         queries = mla_queries(spec, pieces, self._keys, angles, positions)
         latents = torch.empty(x.shape[0], spec.num_heads, spec.kv_lora_rank, device=x.device)
-        attend(queries, cache, positions, cache_shape(spec), bound, latents)
+        attend(queries, cache, positions, self._shape, bound, latents)
         return self._o.pieces(mla_values(spec, latents, self._values))
 
 
@@ -104,7 +104,8 @@ class GqaDecode:
     def __init__(self, spec: GqaSpec, weights: ResidentWeights, angles: Angles) -> None:
         self._spec = spec
         self._angles = angles
-        self.entry_shape = (2, spec.num_kv_heads, spec.head_dim)
+        self._shape = cache_shape(spec)
+        self.entry_shape = self._shape.entry
         self._inputs = ResidentMatrix.joined([weights.matrix(name) for name in "qkv"])
         self._o = weights.matrix("o")
         self._norms = None
@@ -124,17 +125,12 @@ class GqaDecode:
         q, k = self._angles.rotate(q, positions), self._angles.rotate(k, positions)
         cache[torch.arange(count), positions] = for_cache(torch.stack((k, v), dim=1))
 
-        seen = cache[:, :bound].float().permute(0, 2, 3, 1, 4)
-        keys, values = (seen[:, i].reshape(-1, bound, spec.head_dim) for i in (0, 1))
-        queries = (q * spec.softmax_scale).view(count * kv_heads, -1, spec.head_dim)
-        scores = torch.bmm(queries, keys.transpose(1, 2)).view(count, -1, bound)
-        shares = _softmax(scores, positions)
-        out = torch.bmm(shares.view(*queries.shape[:2], -1), values)
-        return self._o.pieces(rounded(out.view(count, -1)))
+        out = attended(q * spec.softmax_scale, cache[:, :bound], positions, self._shape)
+        return self._o.pieces(rounded(out.flatten(1)))
 
     def _fused(self, x: Tensor, positions: Tensor, cache: Tensor, bound: int) -> Tensor:
         """The same in few kernels."""
-        from headwater.gpu.kernels.attend import attend, cache_shape
+        from headwater.gpu.kernels.attend import attend
         from headwater.gpu.kernels.decode_steps import gqa_inputs
 
         spec = self._spec
@@ -143,11 +139,5 @@ class GqaDecode:
         queries = gqa_inputs(spec, pieces, self._norms, angles, positions, cache)
         width = spec.num_heads * spec.head_dim
         out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
-        attend(queries, cache, positions, cache_shape(spec), bound, out)
+        attend(queries, cache, positions, self._shape, bound, out)
         return self._o.pieces(out)
-
-
-def _softmax(scores: Tensor, positions: Tensor) -> Tensor:
-    """FP32 scores [T, heads, bound] to shares of the columns up to each token's position."""
-    is_hidden = torch.arange(scores.shape[-1]) > positions[:, None, None]
-    return scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headwater.gpu.cached_attention import CacheShape
 from headwater.gpu.kernels.grouped import product_type
 from headwater.gpu.kernels.pieces import in_two
 from headwater.gpu.kernels.table import capability_of
 from headwater.gpu.precedence import yielding
-from headwater.model.layer_spec import GqaSpec, MlaSpec
 
 # Programs wanted: as many as a large card holds at once, and as many again.
 _PROGRAMS, _WIDE_PROGRAMS = 528, 264
@@ -65,30 +65,6 @@ _LARGE = CardTiles(
 _SMALL = CardTiles(
     AttendTile(64, 32, 1024, 4, 2), AttendTile(16, 16, 2048, 4, 1), AttendTile(16, 16, 2048, 4, 1)
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What lies at each position: keys of `key_dim`, then `rope_dim` more, for each KV head.
-
-    Values of `value_dim` follow `value_offset` elements after the keys of the first head, or are
-    the first `value_dim` elements of the keys where that is 0.
-    """
-
-    kv_heads: int
-    key_dim: int
-    rope_dim: int
-    value_dim: int
-    value_offset: int
-
-
-def cache_shape(attention: GqaSpec | MlaSpec) -> CacheShape:
-    """What a layer keeps of each position."""
-    if isinstance(attention, MlaSpec):
-        rank = attention.kv_lora_rank
-        return CacheShape(1, rank, attention.rope_dim, rank, 0)
-    heads, dim = attention.num_kv_heads, attention.head_dim
-    return CacheShape(heads, dim, 0, dim, heads * dim)
 
 
 @triton.jit(do_not_specialize=["splits"])
